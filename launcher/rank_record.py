@@ -39,6 +39,11 @@ class RankRecord:
         """Whether it has joined and lives."""
         return self.peer is not None and self.ended is None
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether others can count on it: it lives, and has neither left nor failed."""
+        return self.is_there and not (self.left or self.failed)
+
     def state(self) -> tuple[str, int]:
         """Return what is known of it beside its waits, "" if it is there, and its process."""
         if self.ended is not None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from pycoll._launcher.agreement import Agreements
 from pycoll._launcher.outcome import ended_in_need
 from pycoll._launcher.rank_record import RankRecord
 from pycoll._launcher.rendezvous_calls import RankWaits
@@ -21,7 +22,9 @@ class Notice(NamedTuple):
     """What the launcher must know: `kind` is one of those below.
 
     The fields are those that the rank sent: joined {pid}, others as `wire.parse_post` says. A rank
-    makes each kind at most once, but may join again after it gave up; "unencrypted" comes once.
+    makes each kind at most once, but may join again after it gave up, and says "cut" of each link;
+    "unencrypted" comes once. Shrunk {left_out} follows from what all living members of a
+    communicator have sent: they go on without these ranks.
     """
 
     kind: str
@@ -80,6 +83,7 @@ class Server:
         self._over: str | None = None  # why the job cannot meet any more
         self._exchange = Exchange(size)
         self.calls = RankWaits()
+        self._agreements = Agreements(lambda rank: self._ranks[rank].takes_part)
         self.on_seen: Callable[[int, dict[str, Any]], object] = lambda rank, fields: None
         self._notices: list[Notice] = []
         self._told_unencrypted = False
@@ -145,10 +149,15 @@ class Server:
             joined = "before all ranks had joined" if entry.peer else "before it joined"
             self._end_meeting(f"rank {rank} ended {joined} the job: {reason}")
         elif not clean:
-            self._fail(rank, reason, "")
+            self.fail(rank, reason)
         elif not entry.failed:
             self.push_others(rank, "ended", {"rank": rank, "reason": reason})
             self._lose(f"rank {rank} has ended: {reason}")
+
+    @property
+    def has_met(self) -> bool:
+        """Whether all ranks have joined."""
+        return self._met
 
     def missing(self) -> list[int]:
         """Return the ranks that have not joined, in order."""
@@ -284,7 +293,7 @@ class Server:
     def _withdraw(self, rank: int, peer: Peer) -> None:
         if self._met:
             # It gave up at the moment the job met: the others count on a rank that is not there.
-            return self._fail(rank, "gave up waiting for the job to meet", "")
+            return self.fail(rank, "gave up waiting for the job to meet")
         if self._ranks[rank].ended is None:
             del self._by_peer[peer]
             self._num_missing += 1
@@ -302,9 +311,17 @@ class Server:
             self._push_all(self._ranks, wire.pack("exchanged", {"round": number, "infos": infos}))
 
     def _lose(self, message: str) -> None:
-        """End the exchange under way, and all that would follow: a rank is gone."""
+        """A rank is gone: end the exchange under way, and all that would follow; agree without."""
         waiting = (self._ranks[rank] for rank in self._exchange.end(message))
         self._push_all(waiting, wire.pack("refused", {"message": message}))
+        self._tell_agreed()
+
+    def _tell_agreed(self) -> None:
+        """Tell what living ranks have agreed on by now; they have heard of all that failed."""
+        for fields, ranks, left_out in self._agreements.decided():
+            self._push_all((self._ranks[rank] for rank in ranks), wire.pack("agreed", fields))
+            if left_out:
+                self._notices.append(Notice("shrunk", ranks[0], {"left_out": left_out}))
 
     def _post(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
         entry = self._ranks[rank]
@@ -314,14 +331,14 @@ class Server:
                 self._notices.append(Notice(kind, rank, fields))
                 entry.trouble = f"raised {fields['error']}"
                 if not fields["peer_failed"]:
-                    self._fail(rank, entry.trouble, fields["text"])
+                    self.fail(rank, entry.trouble, fields["text"])
                 elif fields["needed"] not in (-1, rank):
                     self._fail_in_need(rank, fields["needed"], fields["why"])
             case "abort" if not entry.aborted:
                 entry.aborted = True
                 self._notices.append(Notice(kind, rank, fields))
                 entry.trouble = f"called abort({fields['code']})"
-                self._fail(rank, entry.trouble, "")
+                self.fail(rank, entry.trouble)
             case "note" if not entry.noted:
                 entry.noted = True
                 self._notices.append(Notice(kind, rank, fields))
@@ -347,6 +364,11 @@ class Server:
                 self.calls.stop(rank)
             case "seen":
                 self.on_seen(rank, fields)
+            case "agree" if self._met:
+                self._agreements.give(rank, fields)
+                self._tell_agreed()
+            case "cut":
+                self._notices.append(Notice(kind, rank, fields))
             case "tell" if self._met:
                 told = wire.pack("told", {"rank": rank, "note": fields["note"]})
                 self._push(self._ranks[fields["rank"]], told)
@@ -364,7 +386,14 @@ class Server:
             self._over = message
             self._push_all(self._ranks, wire.pack("refused", {"message": message}))
 
-    def _fail(self, rank: int, reason: str, detail: str) -> None:
+    def fail(self, rank: int, reason: str, detail: str = "") -> None:
+        """Tell all ranks that `rank` has failed; only the first call for it counts.
+
+        Args:
+            rank: the rank.
+            reason: what became of it, or why it is given up.
+            detail: its traceback.
+        """
         entry = self._ranks[rank]
         if not self._met:
             text = f"rank {rank} failed before all ranks had joined the job: {reason}"
@@ -379,9 +408,9 @@ class Server:
         """A rank fails for want of one that has ended well: the others hear the first cause."""
         ended, left = self._ranks[needed].ended, self._ranks[needed].left
         if ended is not None and not left:
-            self._fail(needed, ended_in_need(ended, rank), "")
+            self.fail(needed, ended_in_need(ended, rank))
         elif left:
-            self._fail(rank, f"{self._ranks[rank].trouble}: {why}", "")
+            self.fail(rank, f"{self._ranks[rank].trouble}: {why}")
 
     def push_others(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
         others = (entry for other, entry in enumerate(self._ranks) if other != rank)

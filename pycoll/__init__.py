@@ -26,6 +26,7 @@ from pycoll.errors import (
     OperationTimeout,
     PeerFailed,
     ProofError,
+    Revoked,
     TransportError,
     TruncationError,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "Pool",
     "ProofError",
     "Request",
+    "Revoked",
     "Status",
     "TransportError",
     "TruncationError",

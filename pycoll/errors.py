@@ -3,6 +3,7 @@
     Error
     ├── BootstrapError      the job could not meet
     ├── PeerFailed          another rank ended while this one needed it
+    ├── Revoked             a rank has called comm.revoke()
     ├── OperationTimeout    a deadline passed (also a TimeoutError)
     ├── MismatchError       ranks made different calls
     ├── TruncationError     a message is larger than the array it should fill
@@ -36,6 +37,22 @@ class PeerFailed(Error):
         self.rank = rank
         self.reason = reason
         self.message = message or f"rank {rank} failed: {reason}"
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Revoked(Error):
+    """A rank has called `revoke()` on this communicator: no rank can use it any more.
+
+    Attributes:
+        rank: the rank, numbered in the whole job (the world), that called it.
+    """
+
+    def __init__(self, rank: int, message: str | None = None) -> None:
+        super().__init__(rank, message)
+        self.rank = rank
+        self.message = message or f"rank {rank} has revoked this communicator"
 
     def __str__(self) -> str:
         return self.message

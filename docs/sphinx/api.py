@@ -23,7 +23,7 @@ TITLES = {
     ),
     "errors": (
         "Exceptions",
-        "Error BootstrapError PeerFailed OperationTimeout MismatchError TruncationError"
+        "Error BootstrapError PeerFailed Revoked OperationTimeout MismatchError TruncationError"
         " TransportError ProofError",
     ),
 }

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Client", "Event"]
 
-_EVENTS = frozenset({"failed", "left", "returned", "ended", "broken", "told", "look"})
+_EVENTS = frozenset({"failed", "left", "returned", "ended", "broken", "told", "look", "agreed"})
 _STATES = frozenset({"waiting", "running"})
 # What all ranks do before each gets this answer.
 _WORDS = {
@@ -45,6 +45,8 @@ class Event:
     "broken" {context, error, rank,   a communicator is broken, by what and by whom
               reason, message}
     "look"   {round, contexts}        say ("seen") what this rank waits in
+    "agreed" {context, number, flag,  what the living members of a communicator have agreed on
+              ranks, different}
     "lost"   {}                       the connection to the launcher is gone
     """
 
@@ -219,7 +221,9 @@ class Client:
             "waiting" {context, number, call, where, members, waited_s, name, serial},
             "running" {},
             "seen" {round, serial, call, options, started, quiet, threads, ends}, to "look",
-            "tell" {rank, note}.
+            "tell" {rank, note},
+            "cut" {rank, reason}: the link to a rank is lost, which has not ended,
+            "agree" {context, number, name, call, where, members, flag}.
 
         Raises:
             ValueError: no such kind, or its fields are wrong.

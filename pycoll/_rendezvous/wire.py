@@ -19,7 +19,12 @@ Protocol, version `WIRE_VERSION`; `Server` is `launcher/rendezvous_server.py`.
     bye {}                  bye {}: everything it sent before has been handled
     raised, abort, left,    see `parse_post` for the fields. waiting and
       broken, waiting,      running are remembered, "seen" is for `Server.look`, the
-      running, seen, tell   others become a notice or an event
+      running, seen, tell,  others become a notice or an event
+      cut
+    agree {context, number, once all of `members` that live have sent theirs: agreed {context,
+      name, call, where,    number, flag, ranks, different}, to these. `flag` is true if those of
+      members, flag}        all of these are; `ranks` are these; `different` is a text if their
+                            calls are not the same, else ""
 
     pushed to ranks         when
     failed {rank, reason,   a rank raised (but not PeerFailed), aborted, or its process ended
@@ -46,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """Compared when a rank joins. Any change of a kind or a field is a new version."""
 
 MAX_FRAME_NBYTES = 16 << 20
@@ -64,7 +69,7 @@ _MIN_KEY_NBYTES = 16
 _MAX_CONTEXT_NBYTES = 256
 _MAX_NOTE_NBYTES = 1 << 10
 _MAX_NAME = 200
-_BROKEN_ERRORS = frozenset({"MismatchError", "OperationTimeout", "PeerFailed"})
+_BROKEN_ERRORS = frozenset({"MismatchError", "OperationTimeout", "PeerFailed", "Revoked"})
 
 
 class MalformedError(ValueError):
@@ -350,6 +355,11 @@ _POSTS: dict[str, dict[str, Callable[[object, int], Any]]] = {
         "quiet": _flag, "threads": _number, "ends": _flag,
     },
     "tell": {"rank": _peer, "note": _note},
+    "cut": {"rank": _peer, "reason": _text(_SHORT_TEXT)},
+    "agree": {
+        "context": _context, "number": _number, "name": _text(_MAX_NAME),
+        "call": _text(_SHORT_TEXT), "where": _text(_SHORT_TEXT), "members": _ranks, "flag": _flag,
+    },
 }  # fmt: skip
 
 
