@@ -8,7 +8,7 @@ each other (split) or from what all of them know without a word (sub).
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from pycoll._calls.call_plan import CallPlan, Route
@@ -116,6 +116,15 @@ def split(group: Group, rows: bytearray, name: str | None) -> Group | None:
         # A rank may have given up a split that others did not; what one rank says is one number.
         name = name or f"split of {group.name}, color {color}"
         return child(group, f"split {said[0][3]}", [rank for _, rank in chosen], name)
+
+
+def shrunk(group: Group, number: int, living: Collection[int], name: str | None) -> Group:
+    """Return the group of the world ranks `living` of `group`, as agreement `number` has found."""
+    gone = [world for world in group.members if world not in living]
+    name = name or (f"{group.name} without {name_ranks(gone)}" if gone else f"dup of {group.name}")
+    ranks = [rank for rank, world in enumerate(group.members) if world in living]
+    with group.engine.locked():
+        return child(group, f"shrink {number}", ranks, name)
 
 
 def child(group: Group, how: str, ranks: Sequence[int], name: str) -> Group:

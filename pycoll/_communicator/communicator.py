@@ -6,7 +6,6 @@ count, and may be repeated. What ranks get wrong together is found by the calls 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -16,6 +15,7 @@ from pycoll._calls.group import Group
 from pycoll._calls.numbering import KINDS
 from pycoll._communicator.collectives import Collectives
 from pycoll._communicator.point_to_point import PointToPoint
+from pycoll._communicator.recovery import Recovery
 from pycoll._communicator.uneven import UnevenCollectives
 from pycoll._requests.nonblocking import NonBlocking, Persistent
 from pycoll._runtime.engine import Engine
@@ -87,6 +87,7 @@ class Communicator(
     Collectives,
     UnevenCollectives,
     PointToPoint,
+    Recovery,
     NonBlocking,
     Hinting,
     foreign=OF_COMMUNICATORS,
@@ -372,6 +373,9 @@ class Communicator(
         layout = grids.check_layout(shape, names, periodic, self.size)
         return grids.Grid(self._world, self._copy(f"grid({layout})", name, timeout), layout)
 
+    def _made(self, group: Group) -> Communicator:
+        return Communicator(self._world, group)
+
     def _copy(self, text: str, name: str, timeout: float | None) -> Group:
         made = self._split(text, 0, self.rank, name, timeout)
         assert made is not None
@@ -486,13 +490,3 @@ class Communicator(
         for name in self._fast:
             del self.__dict__[name]
         self._fast = {}
-
-    def abort(self, code: int = 1) -> NoReturn:
-        """End the whole job at once; `pycoll-run` exits with `code`."""
-        code = arguments.check_int(code, "code")
-        engine = self._group.engine
-        if engine.control is not None and engine.closed is None:
-            with engine.locked():
-                engine.control.post("abort", code=code)
-                engine.control.close(2.0)
-        os._exit(code & 0xFF)

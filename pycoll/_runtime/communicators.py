@@ -14,16 +14,17 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from pycoll._rendezvous.client import Client as Control
+from pycoll._runtime.agreement import Agreement
 from pycoll._runtime.context import Context
 from pycoll._runtime.driver import Driver
 from pycoll._runtime.envelope import LastCall
 from pycoll._runtime.last_calls import LastCalls
 from pycoll._runtime.membership import Membership
-from pycoll._runtime.task import Call
+from pycoll._runtime.task import Call, caller
 from pycoll._runtime.waits import Waits
 from pycoll._transports.base import Arrival
 from pycoll._transports.core import CoreTransport
-from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed
+from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed, Revoked
 
 CLOSED_IDS = 4096
 """Closed communicators that are remembered, so that late messages for them are dropped."""
@@ -77,6 +78,7 @@ class Communicators(Driver):
         self._first_error = ""
         self._unclaimed: dict[int, dict[Arrival, None]] = {}
         self._broken_early: dict[int, Error] = {}
+        self._agreements: dict[tuple[int, int], Agreement] = {}  # by communicator and number
         self._closed_ids: dict[int, int] = {}  # and how many collective calls were made there
         self._job_lost: Error | None = None  # pycoll-run is gone
         # Of what was closed: bytes that cannot be given back, where it was made, who has failed.
@@ -184,7 +186,7 @@ class Communicators(Driver):
         self.break_context(call.context, shown)
 
     def break_context(self, context: Context, error: BaseException) -> None:
-        """Make a communicator that is not broken unusable on all its ranks."""
+        """Make a communicator unusable on all its ranks; those where it is broken know why."""
         try:
             if self.control is not None:
                 failure = error if isinstance(error, PeerFailed) else None
@@ -199,6 +201,32 @@ class Communicators(Driver):
                 )
         finally:
             context.fail(error)
+
+    def begin_agreement(self, context: Context, call: str, flag: bool) -> Agreement:
+        """Begin to agree with the living ranks of a communicator, broken or not; with the lock."""
+        if self._job_lost is not None:
+            raise_error(self._job_lost)
+        number, context.num_agreements = context.num_agreements, context.num_agreements + 1
+        agreement = Agreement(number, [rank for rank in context.members if rank != self.rank])
+        if self.control is None:
+            agreement.decide(flag, context.members)
+            return agreement
+        self._agreements[context.ident, number] = agreement
+        self.control.post(
+            "agree",
+            context=context.ident,
+            number=number,
+            name=context.name,
+            call=call,
+            where=caller(),
+            members=list(context.members),
+            flag=flag,
+        )
+        return agreement
+
+    def revoke(self, context: Context) -> None:
+        """Make a communicator unusable on all its ranks; with the lock."""
+        self.break_context(context, Revoked(self.rank, _revoked(self.rank, context.name)))
 
     def _found_different(self, context: Context, error: MismatchError) -> None:
         unheard = not self._is_waited_in(context)
@@ -317,6 +345,10 @@ class Communicators(Driver):
                 self._last_calls.hear_broken(ident, error)
             else:  # this rank is still about to make it
                 self._broken_early[ident] = error
+        elif kind == "agreed":
+            agreement = self._agreements.pop((fields["context"], fields["number"]), None)
+            if agreement is not None:
+                agreement.hear(fields)
         elif kind == "look":
             self.waits.answer(fields["round"], fields["contexts"])
         elif kind == "returned":
@@ -354,6 +386,11 @@ class Communicators(Driver):
                 context.fail(error)
         self.transport.forget(rank, reason)
 
+    def peer_cut(self, rank: int, reason: str) -> None:
+        """A link is lost, and its peer has not ended: the launcher may end one of the two."""
+        if self.control is not None:
+            self.control.post("cut", rank=rank, reason=reason)
+
     def peer_gone(self, error: PeerFailed) -> None:
         """A rank has ended in good order: what waits for it fails, and nothing else."""
         self._drain()
@@ -369,6 +406,8 @@ class Communicators(Driver):
     def _fail_all(self, error: BaseException) -> None:
         for context in list(self.contexts.values()):
             context.fail(error)
+        while self._agreements:
+            self._agreements.popitem()[1].finish(error)
 
 
 def _told(error: BaseException) -> str:
@@ -379,6 +418,10 @@ def _told(error: BaseException) -> str:
         return type(error).__name__
 
 
+def _revoked(rank: int, name: str) -> str:
+    return f"rank {rank} has revoked {name}: no rank can use it any more"
+
+
 def _in_a_line(text: str) -> str:
     return " ".join(text.split())
 
@@ -386,6 +429,8 @@ def _in_a_line(text: str) -> str:
 def _broken_error(fields: dict[str, Any]) -> Error:
     if fields["error"] == "PeerFailed":
         return PeerFailed(fields["rank"], fields["reason"], fields["message"])
+    if fields["error"] == "Revoked":
+        return Revoked(fields["rank"], fields["message"])
     kinds: dict[str, type[Error]] = {
         "MismatchError": MismatchError,
         "OperationTimeout": OperationTimeout,

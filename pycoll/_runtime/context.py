@@ -74,6 +74,7 @@ class Context(Inbox):
         unheard: it broke because of a call that this rank has left, which nobody here was told yet.
         pending: calls under way.
         next_value: number of the next value that is sent in segments.
+        num_agreements: calls of agree and shrink that this rank has made.
         stays_off_gpus: a rank could not reach the memory of another's GPU: all are staged.
     """
 
@@ -84,6 +85,7 @@ class Context(Inbox):
         self.name = "a communicator"
         self.made_at = ("?", 0)
         self.next_value = 0
+        self.num_agreements = 0
         self.stays_off_gpus = False
         self.pending: set[Operation] = set()
         self.shm: ShmCalls | None = None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pycoll._rendezvous.client import Client as Control
+from pycoll._runtime.agreement import Agreement
 from pycoll._runtime.communicators import Communicators, raise_error
 from pycoll._runtime.context import Context
 from pycoll._runtime.task import Call, CallSteps, Started, Task, caller
@@ -217,6 +218,21 @@ class Engine(Communicators):
             self._progress()
             if not operation.done:
                 self._wait(operation, deadline, call, gives_up=False)
+
+    def agree(self, call: Call, flag: bool, timeout: float) -> Agreement:
+        """Agree with the living ranks of a communicator; `timeout` in seconds.
+
+        Raises:
+            OperationTimeout: that took longer.
+            MismatchError: ranks have called different things.
+            Error: pycoll-run is gone.
+        """
+        with self.locked():
+            agreement = self.begin_agreement(call.context, call.text, flag)
+        self.wait(agreement, call, timeout)
+        if agreement.error is not None:
+            raise_error(agreement.error)
+        return agreement
 
     def _end_hold(self, collective: Call | None) -> None:
         """Raise an interrupt that came during a call, and break what was called collectively."""

@@ -43,6 +43,9 @@ class Listener(Protocol):
     def call_launcher(self) -> Callable[[], bool]:
         """Ask the launcher for a sign of life; the result says whether one has come."""
 
+    def peer_cut(self, rank: int, reason: str) -> None:
+        """The link to a rank is lost for good, of whose end nobody knows."""
+
     def peer_gone(self, error: PeerFailed) -> None:
         """A rank has ended in good order."""
 
@@ -132,6 +135,7 @@ class Membership:
         if self._is_known(rank):
             return
         if answered:
+            self._listener.peer_cut(rank, reason)
             return self._fail(rank, reason, "")
         parted = "it left in good order" if rank in self._heard_farewell else reason
         self._lose(

@@ -75,7 +75,11 @@ def _each(*groups: tuple[str, str]) -> dict[str, str]:
 _NEIGHBOR = ("allgather", "allgatherv", "alltoall", "alltoallv", "alltoallw")
 
 ABSENT_FROM_COMMUNICATORS = _each(
-    ("shrink agree revoke Shrink Agree Iagree Ishrink Revoke", NOT_YET),
+    ("Iagree Ishrink", "comm.agree() and comm.shrink() return when all living ranks have come"),
+    (
+        "Get_failed Ack_failed Is_revoked",
+        "PeerFailed names the rank, comm.shrink() leaves out all that have failed",
+    ),
     ("Win_create Win_allocate", _NO_WINDOWS),
     (
         "Spawn Spawn_multiple Connect Accept Join Get_parent",

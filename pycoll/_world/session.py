@@ -30,7 +30,7 @@ from pycoll._support.wording import a_kind
 from pycoll._transports import network
 from pycoll._world.bootstrap import cannot_join, join
 from pycoll._world.placement import environment, read_place
-from pycoll.errors import BootstrapError, Error, PeerFailed, TransportError
+from pycoll.errors import BootstrapError, Error, PeerFailed, Revoked, TransportError
 
 if TYPE_CHECKING:
     from pycoll._communicator.tracing import Tracer
@@ -332,7 +332,7 @@ def _report_exception(error: BaseException, text: str) -> None:
             "raised",
             error=type(error).__name__,
             text=text,
-            peer_failed=isinstance(error, PeerFailed | NoVerdict),
+            peer_failed=isinstance(error, PeerFailed | NoVerdict | Revoked),
             needed=error.rank if isinstance(error, PeerFailed) else -1,
             why=str(error).partition("\n")[0] if isinstance(error, PeerFailed) else "",
         )

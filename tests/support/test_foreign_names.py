@@ -112,7 +112,8 @@ def test_another_librarys_method_names_ours(comm: Any) -> None:
 
 NOT_YET = f"pycoll {pycoll.__version__} does not have it yet"
 COMM_HAS_NOT = {
-    **dict.fromkeys(("shrink", "agree", "revoke"), NOT_YET),
+    "Ishrink": "comm.agree() and comm.shrink() return when all living ranks have come",
+    "Shrink": "use comm.shrink",
     "Win_create": "pycoll has no windows (one-sided access)",
     "Spawn": "the ranks of a job are there from its start; pycoll.Pool starts ranks for a script",
     "Neighbor_alltoall": "use comm.isend and comm.irecv, for neighbors in a grid with grid.shift",

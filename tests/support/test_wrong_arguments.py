@@ -103,6 +103,8 @@ def calls(comm: pycoll.Communicator) -> dict[str, tuple[Callable[..., Any], dict
         "split": (comm.split, {"color": 0, "key": 0} | named | within),
         "split_by_host": (comm.split_by_host, within),
         "dup": (comm.dup, named | within),
+        "agree": (comm.agree, {"flag": True} | within),
+        "shrink": (comm.shrink, named | within),
         "sub": (comm.sub, {"ranks": [0], "key": None} | named),
         "grid": (comm.grid, {"shape": (1,), "names": None, "periodic": False} | named | within),
         "share": (comm.share, {"x": X} | within),
