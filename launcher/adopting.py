@@ -133,9 +133,13 @@ class AdoptedHost:
 
     def signal(self, signum: int) -> None:
         """Send a signal to the ranks, not to what they have started."""
-        for pidfd in self._pidfds.values():
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(pidfd, signum)
+        for rank in list(self._pidfds):
+            self.signal_rank(rank, signum)
+
+    def signal_rank(self, rank: int, signum: int) -> None:
+        """Send a signal to a rank, not to what it has started."""
+        with contextlib.suppress(OSError, KeyError):
+            signal.pidfd_send_signal(self._pidfds[rank], signum)
 
     def sweep(self) -> None:
         """See `host.Host`: what ranks leave behind is for who has started them."""
@@ -153,10 +157,13 @@ class AdoptedHost:
 
     def _see_end(self, rank: int) -> None:
         self._unwatch(self._pidfds.pop(rank, None))
+        if rank not in self._joined:
+            self._memory.note_end(rank)
         self._events.ended(rank, UNKNOWN)
 
     def _see_lost(self, rank: int) -> None:
         self._unwatch(self._joined.pop(rank, None))
+        self._memory.note_end(rank)
         self._events.lost(rank)
 
     def _unwatch(self, pidfd: int | None) -> None:

@@ -16,6 +16,7 @@ for a while, it ends the ranks.
     links numbers, frame          for several of them
     joined rank, pid              watches that process, too
     signal number                 to every process of the job here
+    signal_rank rank, number      to the processes of a rank
     failure                       wakes the ranks: one of the job has failed
     taken rank, stream, nbytes    so much of its output has been written
     clock                         clock, with its time: nanoseconds of CLOCK_MONOTONIC
@@ -189,6 +190,8 @@ class Agent:
             host.watch_joined(*fields)
         elif kind == "signal":
             host.signal(*fields)
+        elif kind == "signal_rank":
+            host.signal_rank(*fields)
         elif kind == "failure":
             host.tell_failure()
         elif kind == "taken":

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _PROGRAM = "pycoll-run"
 _TRANSPORTS = ("auto", "shm", "tcp", "zmq", "rdma")
-_NOT_YET = ("--survive", "--restarts")
+_NOT_YET = ("--restarts",)
 _OWN = {variable.name for variable in (*IDENTITY, *TORCH)} - {"MASTER_ADDR", "MASTER_PORT"}
 _BIND = "keep each rank on one core, or not"
 _SIZE = "how many ranks; by default one for each usable core"
@@ -39,6 +39,7 @@ _HELP_ALL = "print all options, statuses, environment variables"
 _OP_TIMEOUT = "an operation that takes longer than S seconds fails"
 _EXPORT = "a variable for the ranks' environment; may be repeated"
 _TRANSPORT = f"how bytes move: {', '.join(_TRANSPORTS)}"
+_SURVIVE = "a lost rank does not end the job: see comm.shrink()"
 _TRACE = "write what every rank did when; ui.perfetto.dev shows it"
 _INTERNAL = 70  # EX_SOFTWARE of sysexits.h
 
@@ -87,6 +88,7 @@ def _parser() -> _Parser:
     add("--bind", choices=("none", "core"), default="none", metavar="none|core", help=_BIND)
     add("--emulate-hosts", metavar="K", type=_whole, help="pretend K hosts that share no memory")
     add("-x", dest="exports", metavar="NAME[=VALUE]", type=_export, action="append", help=_EXPORT)
+    add("--survive", action="store_true", help=_SURVIVE)
     add = parser.add_argument_group("for communication").add_argument
     add("--transport", choices=_TRANSPORTS, metavar="NAME", help=_TRANSPORT)
     add("--encrypt", action="store_true", help="encrypt what travels outside shared memory")
@@ -249,6 +251,7 @@ def _options(args: argparse.Namespace) -> Options:
         interface=args.interface or "",
         address=_address(args.address),
         checks=args.check,
+        survive=args.survive,
         nodes=of_rank,
         calls=node.calls() if node is not None else None,
         verbose=args.verbose,

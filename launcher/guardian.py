@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-JOB_VARIABLE = "PYCOLL_JOB"
+JOB_VARIABLE, RANK_VARIABLE = "PYCOLL_JOB", "PYCOLL_RANK"
 _LATE_S = 2.0  # for a launcher that is continued to say something
 _SWEEP_S = 5.0  # longest time a sweep may take: a process in an uninterruptible call dies later
 _PASS_S = 0.2  # longest wait for the processes killed in one pass
@@ -64,13 +64,19 @@ def _may_have_ended() -> Iterator[None]:
         pass
 
 
-def members(sessions: set[int], job: str) -> dict[int, int]:
+def members(sessions: set[int], job: str, rank: int | None = None) -> dict[int, int]:
     """The running processes of a job, this one left out: process number -> start time in ticks.
+
+    Args:
+        sessions: of its ranks.
+        job: its id.
+        rank: only those that this rank has started, and itself; then `sessions` is its own.
 
     Raises:
         OSError: /proc cannot be read; there are too many open files, say.
     """
-    marker = b"\0%s=%s\0" % (JOB_VARIABLE.encode(), job.encode())
+    wanted = [(JOB_VARIABLE, job)] + ([(RANK_VARIABLE, str(rank))] if rank is not None else [])
+    markers = [b"\0%s=%s\0" % (name.encode(), value.encode()) for name, value in wanted]
     found = {}
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
@@ -79,8 +85,11 @@ def members(sessions: set[int], job: str) -> dict[int, int]:
             running, session, started = _stat(int(name))
             if not running:
                 continue
-            if session in sessions or marker in b"\0%s\0" % _read(f"/proc/{name}/environ"):
-                found[int(name)] = started
+            if session not in sessions:
+                environment = b"\0%s\0" % _read(f"/proc/{name}/environ")
+                if not all(marker in environment for marker in markers):
+                    continue
+            found[int(name)] = started
     return found
 
 
@@ -108,14 +117,18 @@ def _send(pid: int, started: int, signum: int, keep: bool = False) -> int | None
             os.close(handle)
 
 
-def signal_members(sessions: set[int], job: str, signum: int) -> list[int]:
+def signal_members(sessions: set[int], job: str, signum: int, rank: int | None = None) -> list[int]:
     """Send a signal to every process of a job, once; returns the numbers of those it reached.
+
+    Args:
+        sessions, job, rank: as of `members`.
+        signum: the signal.
 
     Raises:
         OSError: the processes cannot be looked at. Those of the sessions' own groups were reached.
     """
     with _groups_at_least(sessions, signum):
-        found = members(sessions, job).items()
+        found = members(sessions, job, rank).items()
         return [pid for pid, started in found if _send(pid, started, signum) is not None]
 
 

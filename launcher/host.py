@@ -101,6 +101,9 @@ class Host(Protocol):
     def signal(self, signum: int) -> None:
         """Send a signal to every process of the job on this host."""
 
+    def signal_rank(self, rank: int, signum: int) -> None:
+        """Send a signal to the process of a rank, and to those that it has started."""
+
     def sweep(self) -> None:
         """Kill whatever is left of the job on this host; only the first call counts."""
 
@@ -325,6 +328,11 @@ class LocalHost:
         else:
             self._events.say(f"{signal_name(signum)} to {len(reached)} processes")
 
+    def signal_rank(self, rank: int, signum: int) -> None:
+        """See `Host`."""
+        with contextlib.suppress(OSError):  # who is in the rank's process group was reached
+            guardian.signal_members({self._processes[rank].pid}, self._job, signum, rank)
+
     def sweep(self) -> None:
         """See `Host`. Where this process cannot, the guardian does."""
         if self._is_swept:
@@ -360,7 +368,9 @@ class LocalHost:
         self._unwatch(started.pidfd)
         started.pidfd = None
         started.has_ended = True
-        if started.joined_pidfd is not None and _is_readable(started.joined_pidfd):
+        if started.joined_pidfd is None:
+            self._memory.note_end(rank)
+        elif _is_readable(started.joined_pidfd):
             self._see_lost(rank)  # it ended first
         self._events.ended(rank, status)
 
@@ -370,6 +380,7 @@ class LocalHost:
         if started.joined_pidfd is not None:  # else it was seen when that one ended
             self._unwatch(started.joined_pidfd)
             started.joined_pidfd = None
+            self._memory.note_end(rank)
             self._events.lost(rank)
 
     def _sessions(self) -> set[int]:

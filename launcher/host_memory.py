@@ -1,9 +1,11 @@
 """The memory that the ranks of one host share, as far as the launcher makes and reads it.
 
 It is a memfd, without a name that could stay behind, and an eventfd for each rank, all inherited by
-all ranks of the host. They make it larger and lay it out; the launcher knows two things in it:
+all ranks of the host. They make it larger and lay it out; the launcher knows three things in it:
 
     offset 64               the failure epoch, a uint32: it grows when a rank has failed
+    offset 128              the lock of the table of communicators, a uint32: 0, or 1 + the local
+                            rank that has it
     4096 + 1024 * r + 508   a uint32, odd while local rank r writes its line
     4096 + 1024 * r + 512   the line, UTF-8 that ends with a zero byte: the call in shared memory
                             that r waits in, ", since " and a time of CLOCK_MONOTONIC in
@@ -23,7 +25,7 @@ from collections.abc import Mapping
 from pycoll._support.environment import HostPlacement
 
 _PAGE = 4096
-_EPOCH = 64 // 4  # as an index of uint32
+_EPOCH, _LOCK = 64 // 4, 128 // 4  # as indices of uint32
 _RECORD = 1024
 _SEQUENCE = struct.Struct("@I")
 _SEQUENCE_OFFSET = _PAGE + 508
@@ -74,6 +76,18 @@ class HostMemory:
         for eventfd in self._eventfds:
             with contextlib.suppress(BlockingIOError):  # its counter is full: it is readable
                 os.eventfd_write(eventfd, 1)
+
+    def note_end(self, local_rank: int) -> None:
+        """The process of a rank has ended: if it had the lock, the others may have it.
+
+        What it did under the lock was one store, so the table is whole. Only the process that has
+        the lock gives it back, so nobody else changes the word then.
+        """
+        if self._page is None:
+            return
+        with memoryview(self._page) as page, page.cast("I") as words:
+            if words[_LOCK] == local_rank + 1:
+                words[_LOCK] = 0
 
     def doing(self, local_rank: int) -> str:
         """The native call that a rank waits in, and for how long; "" if it waits in none."""
@@ -133,6 +147,10 @@ class JobMemory:
         """Tell every host that a rank has failed."""
         for host in self._hosts.values():
             host.tell_failure()
+
+    def note_end(self, rank: int) -> None:
+        """The process of `rank` has ended."""
+        self.of(rank).note_end(self._places[rank].local_rank)
 
     def doing(self, rank: int) -> str:
         """The native call that `rank` waits in, and for how long; "" if it waits in none."""

@@ -32,6 +32,7 @@ class Options(NamedTuple):
         interface: other hosts use only the addresses of this interface ("": all).
         address: they reach this host at this one ("": those that they find).
         checks: no ranks are started, but the ways between the hosts are measured.
+        survive: a rank that is lost does not end the job, once all have met.
         ends_deadlocks: end the job when ranks wait for each other for ever, as is certain.
         verbose: tell on standard error what happens.
         trace_records: how many calls of each rank are recorded; 0: none.
@@ -53,6 +54,7 @@ class Options(NamedTuple):
     interface: str = ""
     address: str = ""
     checks: bool = False
+    survive: bool = False
     ends_deadlocks: bool = False
     verbose: bool = False
     trace_records: int = 0

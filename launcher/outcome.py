@@ -79,6 +79,7 @@ class RankState:
         needed_by: its process ended with status 0 without finalizing, and this rank needed it.
         failed_at: when the first sign of its failure came.
         signalled: the launcher had sent it a signal that ends a process before it ended.
+        left_out: by a shrink() the others go on without it.
     """
 
     def __init__(self, rank: int) -> None:
@@ -94,6 +95,7 @@ class RankState:
         self.gone = ""
         self.failed_at: float | None = None
         self.signalled = False
+        self.left_out = False
 
     @property
     def victim(self) -> bool:
@@ -121,6 +123,12 @@ class RankState:
         """Whether its end is explained: no message of it can be on its way any more."""
         failed_itself = self.status is not None and self.status > 0 and not self.signalled
         return self.joined is None or self.left or self.raised is not None or not failed_itself
+
+    def describe_so_far(self) -> str:
+        """What became of it, whose process may still live."""
+        if self.status is None and self.raised is not None and not self.gone:
+            return f"raised {self.raised.error}"
+        return self.describe()
 
     def describe(self) -> str:
         """What became of it, after "rank N ..."."""
@@ -197,12 +205,12 @@ def judge(
     """The outcome of a job that is over.
 
     The cause is the earliest death or exception; that another rank failed is the cause of nothing
-    unless there is nothing else.
+    unless there is nothing else. Ranks without which the others have gone on do not count.
     """
-    if decision is None and all(rank.well for rank in ranks):
+    counted = [rank for rank in ranks if not rank.left_out]
+    if decision is None and all(rank.well for rank in counted):
         return Outcome(0, None, "")
-    failed = [(rank.failed_at, rank) for rank in ranks if rank.failed_at is not None]
-    failed.sort(key=lambda pair: pair[0])
+    failed = _failures(counted) or _failures(ranks)
     first = next((pair for pair in failed if not pair[1].victim), None)
     if decision is not None and (first is None or decision.at <= first[0]):
         text = decision.text
@@ -210,12 +218,18 @@ def judge(
         return Outcome(decision.status, None, report, table=decision.table)
     at, cause = first or failed[0]
     if first is None:  # the others may know of a lost host before the launcher does
-        cause = next((rank for rank in ranks if rank.gone), cause)
+        cause = next((rank for rank in counted if rank.gone), cause)
     head = f"rank {cause.rank} failed after {at - started:.1f} s: {cause.describe()}"
     told = cause if cause.needed_by is None else ranks[cause.needed_by]
     detail = told.raised.text if told.raised else stderr_of(told.rank)
     report = _join(head, last_lines(detail), _others(ranks, cause))
     return Outcome(cause.job_status, cause.rank, report, cause.describe(), is_lost=bool(cause.gone))
+
+
+def _failures(ranks: Iterable[RankState]) -> list[tuple[float, RankState]]:
+    """Ranks that have failed, in the order in which they have; and when."""
+    failed = [(rank.failed_at, rank) for rank in ranks if rank.failed_at is not None]
+    return sorted(failed, key=lambda pair: pair[0])
 
 
 def _others(ranks: Iterable[RankState], cause: RankState | None) -> str:

@@ -171,6 +171,10 @@ class RemoteHost:
         """See `host.Host`."""
         self.line.send("signal", signum)
 
+    def signal_rank(self, rank: int, signum: int) -> None:
+        """See `host.Host`."""
+        self.line.send("signal_rank", rank, signum)
+
     def sweep(self) -> None:
         """See `host.Host`: it is done when `is_over`."""
         if not self._is_ending:

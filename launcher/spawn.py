@@ -2,7 +2,8 @@
 
 One thread and one selector: ranks are watched by their host (`host`), their output, the rendezvous
 and signals by a descriptor each. A failure is told to the other ranks at once; those that do not
-end by themselves get SIGTERM after 2 s and SIGKILL after 4 s, with everything they started.
+end by themselves get SIGTERM after 2 s and SIGKILL after 4 s, with everything they started. With
+`--survive` only the rank that has failed gets these signals, and what it has started.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 from pycoll._launcher.host import reserve_descriptors
 from pycoll._launcher.hosts import Hosts
 from pycoll._launcher.job_spec import JobSpec, Options
+from pycoll._launcher.lost_ranks import LostRanks
 from pycoll._launcher.outcome import (
     CANNOT_START,
     DEADLOCKED,
@@ -99,6 +101,7 @@ class Job:
         self._decision: Decision | None = None
         self._record: Callable[[str], object] = lambda text: None  # to the launcher's log
         self._plan = SignalPlan()
+        self._lost = LostRanks(lambda rank, signum: self._hosts.of(rank).signal_rank(rank, signum))
         self._over_at: float | None = None  # when the job is left, all ranks having ended
 
     def run(self) -> Outcome:
@@ -251,6 +254,7 @@ class Job:
         for signum in self._plan.take(now):
             self._signal_ranks(signum, now)
         wake.extend(self._plan.times)
+        wake.extend(self._lost.update(now))
         if self._over_at is None and all(rank.status is not None for rank in self._ranks):
             self._over_at = now + _LINGER_S
         if self._over_at is not None:
@@ -294,8 +298,13 @@ class Job:
                 self._end_lost(rank)
             case "abort":
                 rank.abort_code = int(notice.fields["code"])
-                self._failed(rank, now)
                 self._plan.end(now)
+                self._failed(rank, now)
+            case "cut" if self._goes_on and rank.failed_at is None:
+                self._part(self._ranks[notice.fields["rank"]], rank, notice.fields["reason"], now)
+            case "shrunk":
+                for number in notice.fields["left_out"]:
+                    self._ranks[number].left_out = True
 
     def lost(self, rank: int) -> None:
         """Called when the process that joined as a rank has ended; `job_spec.JobEvents`."""
@@ -376,10 +385,29 @@ class Job:
                 self._failed(state, time.monotonic())
 
     def _failed(self, rank: RankState, now: float) -> None:
-        """A rank failed: unless that is our own doing, the others have some seconds to end."""
+        """A rank failed: unless that is our own doing, the others have some seconds to end.
+
+        Or they go on, and only that rank is to end, with what it has started.
+        """
         if rank.failed_at is None and not rank.signalled:
             rank.failed_at = now
-            self._plan.fail(now)
+            if not self._goes_on:
+                return self._plan.fail(now)
+            self._lost.add(rank, now, at_once=bool(rank.gone))
+            what = f"rank {rank.rank} failed after {now - self._started:.1f} s"
+            self.tell([f"{what}: {rank.describe_so_far()}; the others go on"])
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the job goes on when a rank fails."""
+        return self._options.survive and self.server.has_met and not self._plan
+
+    def _part(self, rank: RankState, other: RankState, reason: str, now: float) -> None:
+        """End a rank that lives, but not for another one: all must see the same ranks."""
+        if rank.status is None and rank.failed_at is None:
+            rank.gone = f"its link to rank {other.rank} was cut: {reason}"
+            self.server.fail(rank.rank, rank.gone)
+            self._failed(rank, now)
 
     # Ending.
 

@@ -284,7 +284,6 @@ def test_a_program_whose_interpreter_is_not_found_says_so(tmp_path: Path) -> Non
         (["-x", "PYCOLL_OP_TIMEOUT=abc", __file__], "from 0 up, not 'abc'"),
         (["-x", "=3", __file__], "NAME or NAME=VALUE, not '=3'"),
         (["--log-dir", __file__, __file__], f"--log-dir {__file__} is no folder"),
-        (["--survive", __file__], "does not have the option --survive yet"),
         (["--restarts", "3", __file__], "does not have the option --restarts yet"),
         (["--trace", "no/f", __file__], "--trace: there is no folder no"),
         (["--trace", ".", __file__], "--trace: . is a folder"),

@@ -64,9 +64,9 @@ static struct pc_entry *entry_at(pc_host *host, int index) {
     return (struct pc_entry *)(host->base + host->table_offset) + index;
 }
 
-/* The table's lock is held for microseconds and never while anything is waited for. A rank that
-   dies with it ends the job: who waits for it hears of that like everybody. False: another rank has
-   had it for long. */
+/* The table's lock is held for microseconds and never while anything is waited for. If a rank dies
+   with it the launcher gives it back, for what is done under it is one store. False: another rank
+   has had it for long. */
 static bool lock_table(pc_host *host) {
     pc_flag32 *lock = &pc_host_page(host)->lock;
     for (int tries = 0; tries < TRIES; tries++) {

@@ -1,0 +1,295 @@
+"""`pycoll-run --survive`: the ranks that live go on, wherever the others die."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from script_jobs import Done
+from tiers import few
+
+WAYS = {
+    "shm": (),
+    "tcp": ("--transport", "tcp"),
+    "zmq": ("--transport", "zmq"),
+    "hosts": ("--emulate-hosts", "2"),  # shared memory inside, tcp between
+}
+
+# Where a rank dies: in its first call of agree or shrink in a round, or beside them.
+AT_CALLS = ("before it says so", "after it has said so", "when it hears", "when it has heard")
+STEPS = (
+    "in a collective",
+    *(f"{call}, {where}" for call in ("agree", "shrink") for where in AT_CALLS),
+    "in the first collective",
+)
+
+SWEEP = """
+import json
+world, engine = comm, comm._group.engine
+rounds = json.load(open(sys.argv[1] + "/rounds"))
+large = np.full(1 << 16, 1.0)
+step, call = "", ""  # where this rank dies in this round; what it calls
+
+def dies(where):
+    if step == where:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+agree, post, event = engine.agree, engine.control.post, engine._event
+
+def hooked_agree(what, flag, timeout):
+    global call
+    call = what.text.removesuffix("()")
+    agreed = agree(what, flag, timeout)
+    dies(f"{call}, when it has heard")
+    return agreed
+
+def hooked_post(kind, **fields):
+    if kind == "agree":
+        dies(f"{call}, before it says so")
+    post(kind, **fields)
+    if kind == "agree":
+        dies(f"{call}, after it has said so")
+
+def hooked_event(kind, fields):
+    if kind == "agreed":
+        dies(f"{call}, when it hears")
+    event(kind, fields)
+
+engine.agree, engine.control.post, engine._event = hooked_agree, hooked_post, hooked_event
+
+def works(comm, where):
+    "Whether collectives of this communicator work; they show that all have the same."
+    try:
+        dies(where)
+        assert comm.all_gather(comm.members) == [comm.members] * comm.size
+        assert (comm.all_reduce(large) == comm.size).all()
+    except pycoll.PeerFailed as error:
+        assert error.rank in comm.members and error.reason == SIGKILL, repr(error)
+        return False
+    return True
+
+for victims in rounds:
+    places = {comm.members[place]: where for place, where in victims}
+    living = tuple(each for each in comm.members if each not in places)
+    step = places.get(rank, "")
+    comm.agree(works(comm, "in a collective"))
+    while True:
+        comm = comm.shrink()
+        assert comm.members == tuple(sorted(comm.members)) and comm.members[comm.rank] == rank
+        worked = works(comm, "in the first collective")
+        if comm.members == living and worked:
+            break
+        assert set(living) < set(comm.members) and not worked
+assert not step
+other = comm.dup()
+assert other.all_reduce(1) == comm.size
+assert not set(comm.members) & {error_of(world.barrier).rank}
+ok()
+"""
+
+
+def sweep(job: Any, size: int, rounds: list[list[tuple[int, str]]], *options: str) -> Done:
+    (job.folder / "rounds").write_text(json.dumps(rounds))
+    done: Done = job(size, SWEEP, "--survive", *options)
+    dead = sum(len(victims) for victims in rounds)
+    assert len(done.content) == size - dead, done.stdout + done.stderr
+    assert done.status == 0, done.stderr
+    lines = done.stderr.splitlines()
+    said = r"pycoll-run: rank \d+ failed after \d+\.\d s: killed by signal 9 \(SIGKILL\); "
+    assert len(lines) == dead, done.stderr
+    assert all(re.fullmatch(said + "the others go on", line) for line in lines), done.stderr
+    return done
+
+
+@pytest.mark.parametrize("way", few(["hosts"], ["shm", "tcp", "zmq"]))
+def test_the_others_go_on_wherever_a_rank_dies(job: Any, way: str) -> None:
+    # The lowest rank, the highest and one between in turn; at last two at once.
+    rounds = [[((0, -1, 1)[number % 3], step)] for number, step in enumerate(STEPS[::3])]
+    rounds.append([(0, STEPS[2]), (2, STEPS[5])])
+    done = sweep(job, 9, rounds, *WAYS[way])
+    assert 0 not in done.content
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("place", [0, 1, -1])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_place_and_every_step(job: Any, way: str, place: int) -> None:
+    sweep(job, len(STEPS) + 2, [[(place, step)] for step in STEPS], *WAYS[way])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", STEPS)
+def test_two_at_once_at_every_pair_of_steps(job: Any, first: str) -> None:
+    rounds = [[(0, first), (2, second)] for second in STEPS]
+    sweep(job, 2 * len(STEPS) + 3, rounds)
+
+
+def test_where_nobody_shrinks_the_status_is_that_of_the_lost_rank(job: Any) -> None:
+    done = job(
+        4,
+        """
+half = comm.split(rank // 2)
+if rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+peer_failed(3, SIGKILL, comm.barrier)
+if rank == 2:
+    peer_failed(3, SIGKILL, half.barrier)
+for _ in range(100 if rank < 2 else 0):  # the others are not concerned
+    assert half.all_reduce(1) == 2
+ok()
+""",
+        "--survive",
+    )
+    assert (done.status, done.content) == (137, [0, 1, 2]), done.stderr
+    first, head, *_ = done.stderr.splitlines()
+    assert first.endswith("killed by signal 9 (SIGKILL); the others go on")
+    assert re.fullmatch(r"pycoll-run: rank 3 failed after .*: killed by signal 9 \(SIGKILL\)", head)
+
+
+def test_a_rank_that_fails_after_the_last_shrink_gives_the_status(job: Any) -> None:
+    done = job(
+        4,
+        """
+if rank == 0:
+    sys.exit(9)
+error_of(comm.barrier)
+comm = comm.shrink()
+if rank == 2:
+    sys.exit(3)
+error = error_of(comm.barrier)
+assert (error.rank, error.reason) == (2, "exit status 3"), repr(error)
+ok()
+""",
+        "--survive",
+    )
+    assert (done.status, done.content) == (3, [1, 3]), done.stderr
+    assert "rank 2 failed after" in done.stderr.splitlines()[-2]
+
+
+def test_abort_ends_a_job_that_goes_on(job: Any) -> None:
+    done = job(
+        3,
+        """
+if rank == 0:
+    sys.exit(9)
+error_of(comm.barrier)
+comm = comm.shrink()
+if rank == 1:
+    comm.abort(5)
+error_of(comm.barrier)
+comm.shrink()
+signal.pause()
+""",
+        "--survive",
+    )
+    assert done.status == 5, done.stderr
+    assert "the others go on" not in done.stderr.splitlines()[1]
+
+
+def test_a_rank_that_is_lost_before_all_have_met_ends_the_job(job: Any) -> None:
+    init = "import time\nif os.environ['PYCOLL_RANK'] == '1':\n    sys.exit(4)\n"
+    init += "try:\n    pycoll.init()\nexcept pycoll.BootstrapError:\n    signal.pause()\n"
+    done = job(2, "", "--survive", init=init)
+    assert done.status == 4, done.stderr
+
+
+def test_a_rank_that_has_raised_is_ended_with_what_it_has_started(job: Any) -> None:
+    done = job(
+        3,
+        """
+import subprocess
+if rank == 0:
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    comm.send((os.getpid(), child.pid), 1)
+    threading.Thread(target=threading.Event().wait).start()  # keeps the process
+    raise ValueError("no more")
+pids = comm.recv(0) if rank == 1 else ()
+error = error_of(comm.barrier)
+assert (error.rank, error.reason) == (0, "raised ValueError"), repr(error)
+comm = comm.shrink()
+for pid in pids:
+    await_end(pid)
+comm.barrier()
+ok()
+""",
+        "--survive",
+    )
+    assert (done.status, done.content) == (0, [1, 2]), done.stderr
+    assert "raised ValueError; the others go on" in done.stderr
+
+
+def test_the_lock_of_the_table_of_communicators_is_not_lost_with_a_rank(job: Any) -> None:
+    done = job(
+        3,
+        """
+memfd = int(os.environ["PYCOLL_SHM"].split(":")[0])
+if rank == 1:
+    os.pwrite(memfd, (1 + rank).to_bytes(4, sys.byteorder), 128)
+    comm.send("locked", 0)
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 0:
+    comm.recv(1)
+    assert os.pread(memfd, 4, 128) == (2).to_bytes(4, sys.byteorder)
+error_of(comm.barrier)
+comm = comm.shrink()
+assert (comm.all_reduce(np.ones(1000)) == 2).all()
+ok()
+""",
+        "--survive",
+    )
+    assert (done.status, done.content) == (0, [0, 2]), done.stderr
+
+
+def test_a_lost_host_loses_its_ranks_at_once(run: Any) -> None:
+    script = """
+import os, signal
+import pycoll
+comm = pycoll.init()
+comm.barrier()
+if comm.rank == 3:
+    os.kill(os.getppid(), signal.SIGKILL)  # which has started the ranks of that host
+try:
+    while True:
+        comm.barrier()
+except pycoll.PeerFailed:
+    comm = comm.shrink()
+comm.barrier()
+print(*comm.members)
+"""
+    done = run("--survive", "-H", "localhost:2,far:2", script=script)
+    assert (done.returncode, done.stdout) == (0, "0 1\n" * 2), done.stderr
+    for rank in (2, 3):
+        assert f"rank {rank} failed after" in done.stderr
+    assert done.stderr.count(": lost with its host far: ") == 2
+
+
+@pytest.mark.exhaustive
+def test_of_two_ranks_whose_link_is_cut_one_is_ended(job: Any) -> None:
+    done = job(
+        3,
+        """
+import contextlib, socket
+if rank != 1:  # that is the only link that there is
+    assert comm.sendrecv(rank, 2 - rank, 2 - rank) == 2 - rank
+if rank == 0:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            with socket.socket(fileno=os.dup(int(name))) as end:
+                if end.family == socket.AF_INET and end.getpeername():
+                    end.shutdown(socket.SHUT_RDWR)
+lost = error_of(comm.barrier, within=10.0).rank
+assert lost in (0, 2)
+comm = comm.shrink()
+assert comm.members == tuple({0, 1, 2} - {lost})
+assert comm.all_reduce(1) == 2
+ok()
+""",
+        "--survive",
+        "--transport",
+        "tcp",
+    )
+    assert done.status == 0, done.stderr
+    assert done.content in ([0, 1], [1, 2]), done.stderr
+    assert re.search(r"rank [02] failed after .*: its link to rank [02] was cut: ", done.stderr)
