@@ -57,7 +57,10 @@ def commands(page: str) -> list[Any]:
     return found
 
 
-PAGES = ("index.md", "tutorial.md", "pool_of_ranks.md", "from_torch_distributed.md", "trace.md")
+PAGES = (
+    *("index.md", "tutorial.md", "pool_of_ranks.md", "from_torch_distributed.md", "trace.md"),
+    "going_on.md",
+)
 COMMANDS = [command for page in PAGES for command in commands(page)]
 
 

@@ -93,6 +93,15 @@ def test_heat_in_shared_memory_has_the_same_bits(size: int, tmp_path: Path) -> N
     assert "the same bits as computed alone: True" in output
 
 
+def test_training_goes_on_when_two_of_eight_ranks_are_killed(tmp_path: Path) -> None:
+    command = [PYCOLL_RUN, "-n", "8", "--survive", str(EXAMPLES / "survive.py")]
+    first, second = run(*command, cwd=tmp_path).splitlines()
+    left = first.removeprefix("6 of 8 ranks are left: ").split(", ")
+    assert len({*left} & {*"01234567"}) == len(left) == 6
+    loss, without, noise = map(float, re.findall(r"\d+\.\d+", second))
+    assert abs(loss - without) <= 8 * noise < 0.01
+
+
 def test_heat_draws_its_plate(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run_example("heat.py", 2, tmp_path, "--steps", "10", "--picture", "heat.png")
