@@ -39,7 +39,10 @@ told = open({str(told)!r}, "w")
 signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 print("ready", flush=True)
 gone = "the connection to pycoll-run is gone"
-error_like(pycoll.Error, gone, comm.recv, 1 - rank, timeout=40, within=30)
+call = (comm.agree, True) if rank else (comm.recv, 1)
+error_like(pycoll.Error, gone, *call, timeout=40, within=30)
+for call in (comm.agree, True), (comm.shrink,):
+    error_like(pycoll.Error, gone, *call, timeout=20, within=15)
 after = comm.sub(range(size))
 error_like(pycoll.Error, gone, after.barrier, timeout=20, within=15)
 error_like(pycoll.Error, gone, after.recv, 1 - rank, timeout=20, within=15)
