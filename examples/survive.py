@@ -22,8 +22,8 @@ TEST_SAMPLES = 5000
 SEEDS = 10  # trainings without failures, to know how much chance changes the loss
 
 # In standard deviations of those losses. In 150 trainings on six ranks the loss was at most 6.2
-# from their mean; in 60 on a single rank it was 14 on average.
-DEVIATIONS = 8.0
+# from their mean; in 60 on a single rank it was 14 on average, and before any step it is 370.
+DEVIATIONS = 12.0
 
 
 def samples(draw, count):

@@ -99,7 +99,7 @@ def test_training_goes_on_when_two_of_eight_ranks_are_killed(tmp_path: Path) -> 
     left = first.removeprefix("6 of 8 ranks are left: ").split(", ")
     assert len({*left} & {*"01234567"}) == len(left) == 6
     loss, without, noise = map(float, re.findall(r"\d+\.\d+", second))
-    assert abs(loss - without) <= 8 * noise < 0.01
+    assert abs(loss - without) <= 12 * noise < 0.01
 
 
 def test_heat_draws_its_plate(tmp_path: Path) -> None:
