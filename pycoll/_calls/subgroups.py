@@ -120,6 +120,7 @@ def split(group: Group, rows: bytearray, name: str | None) -> Group | None:
 
 def shrunk(group: Group, number: int, living: Collection[int], name: str | None) -> Group:
     """Return the group of the world ranks `living` of `group`, as agreement `number` has found."""
+    living = set(living)
     gone = [world for world in group.members if world not in living]
     name = name or (f"{group.name} without {name_ranks(gone)}" if gone else f"dup of {group.name}")
     ranks = [rank for rank, world in enumerate(group.members) if world in living]
