@@ -57,9 +57,6 @@ def commands(page: str) -> list[Any]:
     return found
 
 
-FIRST_PAGES = ("index.md", "tutorial.md")
-"""Run with all tests; the others by the tier `docs`."""
-
 PAGES = (
     *("index.md", "tutorial.md", "pool_of_ranks.md", "from_torch_distributed.md", "trace.md"),
     "going_on.md",
