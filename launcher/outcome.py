@@ -205,9 +205,10 @@ def judge(
     """The outcome of a job that is over.
 
     The cause is the earliest death or exception; that another rank failed is the cause of nothing
-    unless there is nothing else. Ranks without which the others have gone on do not count.
+    unless there is nothing else. Ranks without which the others have gone on do not count, unless
+    one has ended the job.
     """
-    counted = [rank for rank in ranks if not rank.left_out]
+    counted = [rank for rank in ranks if not rank.left_out or rank.abort_code is not None]
     if decision is None and all(rank.well for rank in counted):
         return Outcome(0, None, "")
     failed = _failures(counted) or _failures(ranks)

@@ -30,11 +30,6 @@ def test_all_hear_whether_every_flag_is_true_when_the_last_has_come(job: Job) ->
         assert [events(client) for client in clients] == [wanted] * 3
 
 
-def told(client: Client) -> list[Event]:
-    """What has come by now, without the details of failures."""
-    return [Event(e.kind, {**e.fields, "detail": ""}) for e in settled(client)]
-
-
 FAILED = Event("failed", {"rank": 1, "reason": "killed", "detail": ""})
 
 
@@ -50,17 +45,17 @@ def test_who_failed_does_not_count_and_that_is_heard_before(job: Job, has_given:
     agree(clients[2], "shrink()")
     assert launcher.notice("shrunk") == Notice("shrunk", 0, {"left_out": [1]})
     for client in (clients[0], clients[2]):
-        assert told(client) == [FAILED, agreed(True, [0, 2])]
+        assert settled(client) == [FAILED, agreed(True, [0, 2])]
 
 
 def test_an_end_decides_what_waits_for_it_and_is_heard_before(job: Job) -> None:
     launcher, clients = job.meet(3)
     for client in (clients[0], clients[2]):
         agree(client, flag=client is clients[0])
-        assert told(client) == []
+        assert settled(client) == []
     launcher.rank_ended(1, "killed", False)
     for client in (clients[0], clients[2]):
-        assert told(client) == [FAILED, agreed(False, [0, 2])]
+        assert settled(client) == [FAILED, agreed(False, [0, 2])]
 
 
 def test_who_has_left_is_left_out(job: Job) -> None:
