@@ -17,7 +17,7 @@ SHRINK = "shrink"
 """How a call begins that leaves out the ranks which have failed."""
 
 
-class Agreed(NamedTuple):
+class Decided(NamedTuple):
     """What was decided.
 
     Attributes:
@@ -56,7 +56,7 @@ class Agreements:
             begun = self._open.setdefault(key, _Open(fields["members"], {}))
             begun.given[rank] = fields
 
-    def decided(self) -> Iterator[Agreed]:
+    def decided(self) -> Iterator[Decided]:
         """Take out the agreements that are over by now.
 
         To be called when a rank has given something, or takes part no more.
@@ -71,7 +71,7 @@ class Agreements:
 
 def _decide(
     key: tuple[Context, int], members: list[int], given: dict[int, dict[str, Any]]
-) -> Agreed:
+) -> Decided:
     """What those have agreed on that take part."""
     ranks = list(given)
     first = given[ranks[0]]
@@ -91,4 +91,4 @@ def _decide(
             "Call agree() and shrink() in the same order on all ranks."
         )
     shrinks = other is None and first["call"].startswith(SHRINK)
-    return Agreed(fields, ranks, [m for m in members if m not in given] if shrinks else [])
+    return Decided(fields, ranks, [m for m in members if m not in given] if shrinks else [])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from tiers import exhaustive
 
-from pycoll._launcher.agreement import Agreed, Agreements
+from pycoll._launcher.agreement import Decided, Agreements
 
 Members = tuple[int, ...]
 Heard = tuple[tuple[str, Any], ...]
@@ -104,7 +104,7 @@ def tell(rank: Rank, event: tuple[str, Any]) -> Rank:
     return rank._replace(heard=(*rank.heard, event))
 
 
-def decide(rank: Rank, decided: Agreed) -> Rank:
+def decide(rank: Rank, decided: Decided) -> Rank:
     """A rank that waits hears what was decided, and goes on."""
     fields = decided.fields
     assert rank.waits
