@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from tiers import exhaustive
 
-from pycoll._launcher.agreement import Decided, Agreements
+from pycoll._launcher.agreement import Agreements, Decided
 
 Members = tuple[int, ...]
 Heard = tuple[tuple[str, Any], ...]
