@@ -60,9 +60,7 @@ class Recovery(Running):
         Raises:
             MismatchError: on all living ranks: some have called `shrink` instead.
         """
-        if not isinstance(flag, bool | int) and getattr(flag, "shape", None) != ():
-            raise TypeError(f"flag is a bool, not {a_kind(flag)}")
-        return self._agree("agree()", bool(flag), timeout).flag
+        return self._agree("agree()", _check_flag(flag), timeout).flag
 
     def shrink(self, *, name: str | None = None, timeout: float | None = None) -> Communicator:
         """Return a new communicator of the living ranks, in their order, the same on all of them.
@@ -101,3 +99,9 @@ class Recovery(Running):
                 engine.control.post("abort", code=code)
                 engine.control.close(2.0)
         os._exit(code & 0xFF)
+
+
+def _check_flag(flag: object) -> bool:
+    if isinstance(flag, bool | int) or getattr(flag, "shape", None) == ():
+        return bool(flag)
+    raise TypeError(f"flag is a bool, not {a_kind(flag)}")
