@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from pool_scripts import Scripts
 from script_jobs import Jobs
+from tiers import exhaustive, few
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
@@ -93,7 +94,7 @@ comm = comm.dup()
 """
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", few([3], [1, 2, 5]))
 def test_blocks_of_all_shapes_go_through_the_core(scripts: Scripts, size: int) -> None:
     text = f"""{CALLS}
 comm.barrier()
@@ -153,6 +154,7 @@ ok()
     scripts(3, text)
 
 
+@exhaustive
 def test_more_dimensions_than_a_row_has_room_for(scripts: Scripts) -> None:
     text = """
 most = 60 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32  # what NumPy 1 has at most

@@ -379,8 +379,8 @@ ok()
 """
 
 
-OTHERS = ("tcp",), ("zmq",)
-MORE_OTHERS = ("zmq", "--encrypt"), ("shm", "--emulate-hosts", "2")
+OTHERS = (("tcp",),)
+MORE_OTHERS = ("zmq",), ("zmq", "--encrypt"), ("shm", "--emulate-hosts", "2")
 
 
 @pytest.mark.parametrize("words", few(OTHERS, MORE_OTHERS))

@@ -277,6 +277,7 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
     assert 0 < figures[0]["copy_seconds"] < figures[1]["copy_seconds"]
 
 
+@exhaustive
 def test_the_price_of_encryption_is_measured_beside_what_it_costs_without(tmp_path: Path) -> None:
     done = run_bench(
         *("send", "-n", "2", "--sizes", "64K", "--transport", "zmq", "--encrypt"),

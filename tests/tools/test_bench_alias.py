@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiers import exhaustive
 
 from pycoll._tools import bench, bench_report
 from pycoll._tools.bench_report import Row, Spread
@@ -71,6 +72,7 @@ def test_the_table_has_a_column_of_distances_if_there_are_any() -> None:
     assert "alias" not in bench_report.table(rows[:1]).heads
 
 
+@exhaustive
 def test_every_size_is_measured_at_every_distance(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     command = [sys.executable, "-m", "pycoll._tools.cli", "bench", "send", "--rounds", "1"]
