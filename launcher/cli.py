@@ -78,6 +78,14 @@ def _export(text: str) -> tuple[str, str]:
     return name, value if given else os.environ[name]
 
 
+def _trace_file(text: str) -> str:
+    if text.endswith(".py"):
+        raise argparse.ArgumentTypeError(
+            f"{text} is a program, which the trace would replace: write --trace FILE {text}"
+        )
+    return text
+
+
 def _parser() -> _Parser:
     parser = _Parser(prog=_PROGRAM, add_help=False, allow_abbrev=False)
     add = parser.add_argument_group("for ranks and hosts").add_argument
@@ -101,7 +109,7 @@ def _parser() -> _Parser:
     tag = argparse.BooleanOptionalAction
     add("-l", "--tag-output", action=tag, help="put [rank] before each line of output, or not")
     add("--log-dir", metavar="D", help="also write output to D/rank.K.log, D/launcher.log")
-    add("--trace", metavar="FILE", help=_TRACE)
+    add("--trace", metavar="FILE", type=_trace_file, help=_TRACE)
     add("--verbose", action="store_true", help="tell what the launcher does")
     add = parser.add_argument_group("without a program").add_argument
     add("--check", action="store_true", help="show how the hosts of -H reach each other")

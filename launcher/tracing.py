@@ -45,10 +45,10 @@ def capacity(size: int, environ: Mapping[str, str]) -> int:
 
 
 def check_path(path: str) -> None:
-    """Refuse a file that cannot be written, before anything is started.
+    """Refuse a file that cannot be written, or is no trace, before anything is started.
 
     Raises:
-        OSError: why it cannot.
+        OSError: why it cannot, or shall not.
     """
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path):
@@ -57,6 +57,10 @@ def check_path(path: str) -> None:
         raise FileNotFoundError(f"there is no folder {folder}")
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise PermissionError(f"{path} cannot be written")
+    from pycoll._trace import chrome
+
+    if os.path.isfile(path) and not chrome.is_trace(path):
+        raise FileExistsError(f"{path} is there, and is no trace: delete it if it may go")
 
 
 class TraceMemory:

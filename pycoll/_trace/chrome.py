@@ -7,8 +7,10 @@ the call says so.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
@@ -18,6 +20,7 @@ from pycoll._trace.timeline import Timeline, TracedCall, TracedMessage, TracedWa
 Event = dict[str, Any]
 
 _FORMAT = "pycoll trace 1"
+_HEAD_NBYTES = 4096  # of a file, in which its format stands
 _THREADS = 1000  # numbers of threads are those of a process, this often a rank
 _SHOWN_NS = 1000  # shorter waits have no slice
 _WAITING = "terrible"  # a color that chrome://tracing has a name for: red
@@ -52,6 +55,20 @@ def write(
     out.write(b"\n]}\n")
     if compress:
         out.close()
+
+
+def is_trace(path: str) -> bool:
+    """Whether a file is a trace, or empty, and so may be replaced by one.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        head = file.read(_HEAD_NBYTES)
+    if head[:2] == b"\x1f\x8b":
+        with contextlib.suppress(zlib.error):
+            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD_NBYTES)
+    return not head or _FORMAT.encode() in head
 
 
 def about(timeline: Timeline) -> dict[str, Any]:
