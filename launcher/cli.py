@@ -23,6 +23,7 @@ from pycoll._support.environment import (
     usable_cores,
     version,
 )
+from pycoll._support.wording import did_you_mean
 from pycoll.errors import Error, TransportError
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def _split(parser: _Parser, argv: Sequence[str]) -> int:
         if text == "-" or (flag not in takes_value and text[:2] not in ("-n", "-x", "-H")):
             from pycoll._launcher.foreign_options import OURS  # not sooner: for an error
 
-            hint = OURS.get(flag) or f"see {_PROGRAM} --help"
+            hint = OURS.get(flag) or f"see {_PROGRAM} --help{did_you_mean(flag, takes_value)}"
             raise _UsageError(f"unknown option {flag} ({hint})")
         index += 2 if not equals and takes_value.get(text) else 1
     return index

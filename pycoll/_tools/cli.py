@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from pycoll._support.wording import did_you_mean
 from pycoll._tools import bench, explain, k8s, show, simulate, tune
 from pycoll._topology import command as topology
 
@@ -58,8 +59,8 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="pycoll", description=__doc__)
     parser.add_argument("--version", action="version", version=f"pycoll {_version('pycollective')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("info", help="show versions, cores and transports")
-    check = commands.add_parser("check", help="prove the algorithms")
+    parsers = {"info": commands.add_parser("info", help="show versions, cores and transports")}
+    parsers["check"] = check = commands.add_parser("check", help="prove the algorithms")
     check.add_argument(
         "--max-size",
         type=_positive,
@@ -83,11 +84,17 @@ def _run(argv: Sequence[str] | None) -> int:
         "topology": (topology, "show this machine, and measure the links between hosts"),
         "k8s": (k8s, "print what Kubernetes needs to run a job"),
     }
-    parsers = {}
     for name, (module, what) in modules.items():
         parsers[name] = commands.add_parser(name, help=what)
         module.add_options(parsers[name])
-    arguments = parser.parse_args(argv)
+    if argv and argv[0] not in parsers and (meant := did_you_mean(argv[0], parsers)):
+        parser.error(f"there is no command {argv[0]}{meant}")
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        own = parsers[arguments.command]
+        flags = [flag for action in own._actions for flag in action.option_strings]
+        meant = did_you_mean(unknown[0].partition("=")[0], flags)
+        own.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     if arguments.command == "info":
         return _info()
     if arguments.command in modules:

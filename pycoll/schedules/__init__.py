@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from pycoll._support import foreign_names
 from pycoll._support.checks import check_int, check_name
 from pycoll._support.public_edge import edge
-from pycoll._support.wording import a_kind
+from pycoll._support.wording import a_kind, did_you_mean
 from pycoll.schedule import Copy, Recv, Schedule, Send, Step, compile_schedule
 from pycoll.schedules import (
     binary_tree,
@@ -295,7 +295,7 @@ def names(collective: str) -> list[str]:
     """
     if check_name(collective, "a collective", "all_reduce") not in TABLE:
         meant = foreign_names.of_collective(collective, TABLE)
-        listed = f"there are {', '.join(TABLE)}{_nearest(collective, TABLE)}"
+        listed = f"there are {', '.join(TABLE)}{did_you_mean(collective, TABLE)}"
         instead = f"write {meant}" if meant else listed
         raise ValueError(f"no collective {collective!r}; {instead}")
     return list(TABLE[collective])
@@ -310,17 +310,9 @@ def find(collective: str, name: str) -> Algorithm:
     """
     if check_name(name, "an algorithm", "ring") not in names(collective):
         existing = ", ".join(TABLE[collective])
-        near = _nearest(name, TABLE[collective])
+        near = did_you_mean(name, TABLE[collective])
         raise ValueError(f"{collective} has no algorithm {name!r}; it has {existing}{near}")
     return TABLE[collective][name]
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """Ask whether the name that is most alike was meant; "": none is alike."""
-    import difflib
-
-    near = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 @edge

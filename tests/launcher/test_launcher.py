@@ -286,6 +286,11 @@ def test_a_program_whose_interpreter_is_not_found_says_so(tmp_path: Path) -> Non
         (["--log-dir", __file__, __file__], f"--log-dir {__file__} is no folder"),
         (["--restarts", "3", __file__], "does not have the option --restarts yet"),
         (["--trace", "no/f", __file__], "--trace: there is no folder no"),
+        (
+            ["--trace", "mine.py", "4"],
+            "--trace: mine.py is a program, which the trace would replace",
+        ),
+        (["--tiemout", "4", __file__], "(see pycoll-run --help; did you mean --timeout?)"),
         (["--trace", ".", __file__], "--trace: . is a folder"),
         (["--encrypt", "--transport", "tcp", __file__], "--transport tcp: it does not encrypt"),
         (["--transport", "rdma", "--encrypt", __file__], "use --transport auto or zmq"),

@@ -212,6 +212,35 @@ def test_what_makes_no_sense_is_said_in_a_line(
 
 
 @pytest.mark.parametrize(
+    ("words", "used", "said"),
+    [
+        (
+            ["simlate", "all_reduce"],
+            "pycoll ",
+            "there is no command simlate; did you mean simulate?",
+        ),
+        (
+            ["simulate", "all_reduce", "--szes", "1K"],
+            "pycoll simulate ",
+            "--szes 1K; did you mean --sizes?",
+        ),
+        (["simulate", "--szes=1K"], "pycoll simulate ", "--szes=1K; did you mean --sizes?"),
+        (["show", "all_reduce", "ring", "--sgv", "x"], "pycoll show ", "; did you mean --svg?"),
+        (["check", "--quick"], "pycoll check ", "unrecognized arguments: --quick"),
+    ],
+)
+def test_a_misspelt_word_is_met_with_the_one_that_is_like_it(
+    words: list[str], used: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"usage: {used}")
+    assert printed.endswith(f"{said}\n")
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("10GB/s", 1e10),
