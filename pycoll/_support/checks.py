@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from numbers import Real
 from typing import Any
 
@@ -51,3 +52,11 @@ def check_name(value: Any, what: str, example: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{what} is a name, for example {example!r}, not {a_kind(value)}")
     return value
+
+
+def check_ending(path: Any, option: str, *endings: str) -> None:
+    """Check that a file to be written is not named as if it had another format."""
+    ending = os.path.splitext(path)[1].lower()
+    if ending and ending not in endings:
+        format_name = endings[0].removeprefix(".").upper()
+        raise ValueError(f"{option} {path}: it writes {format_name}; name it {endings[0]}")

@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pycoll._support.checks import check_ending
+
 if TYPE_CHECKING:
     from pycoll.schedules import Algorithm
 
@@ -86,6 +88,10 @@ def main(arguments: argparse.Namespace) -> int:
     from pycoll.errors import ProofError
 
     hosts = hosts_of(arguments.hosts, arguments.size)
+    if arguments.svg:
+        check_ending(arguments.svg, "--svg", ".svg")
+    if arguments.html:
+        check_ending(arguments.html, "--html", ".html", ".htm")
     try:
         collective, name = named(arguments.names)
         drawing = show(collective, name, arguments.size, root=arguments.root, hosts=hosts)

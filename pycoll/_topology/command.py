@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+from pycoll._support.checks import check_ending
 from pycoll._topology import links
 from pycoll._topology.links import HostLinks
 
@@ -94,6 +95,8 @@ def _check(arguments: argparse.Namespace, about_links: bool) -> None:
         raise ValueError(f"--measure does not read {arguments.file}; -o F writes to F")
     if about_links and (arguments.svg or arguments.sysfs):
         raise ValueError(f"{'--svg' if arguments.svg else '--sysfs'} is for this machine alone")
+    if arguments.svg:
+        check_ending(arguments.svg, "--svg", ".svg")
     if arguments.output and not about_links:
         raise ValueError("-o is for links between hosts, with --measure or FILE")
     if arguments.output and arguments.json:

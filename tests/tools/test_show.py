@@ -129,6 +129,8 @@ def test_what_a_users_function_raises_is_shown_without_frames_of_pycoll(
         (["reduce", "tree", "--root", "4"], "root is 4, but the ranks are 0 to 3"),
         (["all_reduce", "shared_memory"], "sends no messages"),
         (["nowhere.py:ring"], "there is no file 'nowhere.py'"),
+        (["all_reduce", "ring", "--svg", "a.png"], "--svg a.png: it writes SVG; name it .svg"),
+        (["all_reduce", "ring", "--html", "a.svg"], "--html a.svg: it writes HTML; name it .html"),
         (["all_reduce", "ring", "--svg", "/nowhere/a.svg"], "/nowhere/a.svg: No such file"),
     ],
 )

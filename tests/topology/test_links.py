@@ -86,6 +86,7 @@ def test_a_file_that_makes_no_sense_is_named(tmp_path: Path, text: str, why: str
         (["x", "--svg", "y"], "--svg is for this machine alone"),
         (["/none"], "/none cannot be read: No such file"),
         (["x", "-o", "y", "--json"], "-o does not go together with --json"),
+        (["--svg", "y.png"], "--svg y.png: it writes SVG; name it .svg"),
         (["--svg", "/none/y"], "/none/y cannot be written: No such file"),
         (["--measure", "-n", "2", "--transport", "shm"], "there is one host, and no link"),
     ],
