@@ -96,22 +96,35 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: the text is none of these, or a size is not a multiple of 8.
     """
-    sizes: set[int] = set()
+    return parse_numbers(text, _bytes)
+
+
+def parse_numbers(text: str, read: Callable[[str], int]) -> tuple[int, ...]:
+    """Numbers above 0, from a list, from FROM:TO, or from FROM:TO:FACTOR, ascending.
+
+    Args:
+        text: where they are.
+        read: reads one; raises a ValueError if it is none.
+
+    Raises:
+        ValueError: the text is none of these.
+    """
+    numbers: set[int] = set()
     for part in text.split(","):
         ends = part.split(":")
         if len(ends) > 3:
             raise ValueError(f"{part!r} has more than FROM:TO:FACTOR")
-        size, last = _bytes(ends[0]), _bytes(ends[1] if len(ends) > 1 else ends[0])
+        number, last = read(ends[0]), read(ends[1] if len(ends) > 1 else ends[0])
         factor = int(ends[2]) if len(ends) > 2 and ends[2].isdecimal() else _DEFAULT_FACTOR
         if factor < 2 or (len(ends) > 2 and not ends[2].isdecimal()):
             raise ValueError(f"the factor of {part!r} must be a whole number of at least 2")
-        if size > last:
+        if number > last:
             raise ValueError(f"{part!r} ends before it begins")
-        while size < last:
-            sizes.add(size)
-            size *= factor
-        sizes.add(last)
-    return tuple(sorted(sizes))
+        while number < last:
+            numbers.add(number)
+            number *= factor
+        numbers.add(last)
+    return tuple(sorted(numbers))
 
 
 def parse_aliases(text: str, itemsize: int) -> tuple[int, ...]:

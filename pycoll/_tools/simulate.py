@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pycoll._tools.units import parse_bandwidth, parse_seconds
+from pycoll._tools.units import parse_bandwidth, parse_seconds, seconds_text
 
 if TYPE_CHECKING:
     from pycoll.schedules import Algorithm
@@ -165,13 +165,13 @@ def main(arguments: argparse.Namespace) -> int:
         ValueError: an option makes no sense.
     """
     from pycoll._tools import simulate_report
-    from pycoll._tools.bench import parse_sizes
+    from pycoll._tools.bench import parse_numbers, parse_sizes
     from pycoll._tools.bench_report import show
 
     _check(arguments)
     chosen = _chosen(arguments)
     collective = chosen[0].collective
-    ranks = _ranks(arguments.ranks)
+    ranks = parse_numbers(arguments.ranks, _rank_count)
     sizes = (0,) if collective == "barrier" else parse_sizes(arguments.sizes)
     network, origin = _network(arguments)
     if arguments.segments != AUTO and not _is_count(arguments.segments):
@@ -311,20 +311,10 @@ def _is_count(text: str) -> bool:
     return text.isdecimal() and int(text) > 0
 
 
-def _ranks(text: str) -> list[int]:
-    found: list[int] = []
-    for part in text.split(","):
-        ends = [int(word) if word.isdecimal() else 0 for word in part.split(":")]
-        if min(ends) < 1 or len(ends) > 3 or (len(ends) == 3 and ends[2] < 2):
-            raise ValueError(f"-n {text}: write 4096, 8,64,512, 64:4096 or 64:4096:2")
-        size, last, factor = (*ends, ends[0], 4)[:3] if len(ends) == 1 else (*ends, 4)[:3]
-        if size > last:
-            raise ValueError(f"-n {part} ends before it begins")
-        while size < last:
-            found.append(size)
-            size *= factor
-        found.append(last)
-    return sorted(set(found))
+def _rank_count(text: str) -> int:
+    if not _is_count(text):
+        raise ValueError(f"-n has {text!r} in it: write 4096, 8,64,512, 64:4096 or 64:4096:2")
+    return int(text)
 
 
 def _hosts(size: int, per_node: int | None) -> list[int]:
@@ -392,11 +382,17 @@ def _link(
 ) -> tuple[float, float, float | None]:
     latency, bandwidth, overhead = (said.get(f"{prefix}{word}") for word in _LINK_OPTIONS)
     option = f"--{prefix.replace('_', '-')}"
-    return (
+    found = (
         default[0] if latency is None else parse_seconds(latency, f"{option}latency"),
         default[1] if bandwidth is None else parse_bandwidth(bandwidth, f"{option}bandwidth"),
         default[2] if overhead is None else parse_seconds(overhead, f"{option}overhead"),
     )
+    if found[2] is not None and found[2] > found[0]:
+        raise ValueError(
+            f"{option}overhead is {seconds_text(found[2])}, but it is a part of the latency there, "
+            f"{seconds_text(found[0])}: say {option}latency, or less"
+        )
+    return found
 
 
 def _as_link(values: tuple[float, float, float | None]) -> Link:

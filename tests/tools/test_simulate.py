@@ -174,8 +174,14 @@ SPREAD = ["all_reduce", "--ranks-per-node", "2"]
     [
         (["all_reduce", "rign"], "did you mean ring?"),
         (["reduce_all"], "write all_reduce"),
-        (["all_reduce", "-n", "0"], "-n 0: write"),
+        (["all_reduce", "-n", "0"], "-n has '0' in it: write 4096, 8,64,512, 64:4096"),
+        (["all_reduce", "-n", "8,2x"], "-n has '2x' in it: write"),
         (["all_reduce", "-n", "8:4"], "ends before it begins"),
+        (["all_reduce", "--overhead", "21us"], "--overhead is 21 us, but it is a part of the"),
+        (
+            [*SPREAD, "--overhead", "2us", "--between-latency", "1us"],
+            "say --between-latency, or less",
+        ),
         (["all_reduce", "--latency", "5"], "--latency is '5', which is no time: write 500ns"),
         (["all_reduce", "--bandwidth", "10"], "which is no bandwidth: write 10GB/s"),
         ([*SPREAD, "--between-bandwidth", "0GB/s"], "--between-bandwidth is '0GB/s'"),
