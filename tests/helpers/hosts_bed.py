@@ -132,13 +132,18 @@ class Bed:
 
         Packets are small, as on a wire: a sender puts two at a time into the queue in front of the
         limit, and of 64 KiB each they would hold up the answers that go the same way.
+
+        TCP goes by losses (reno), whatever this machine's goes by. BBR would take the round trip
+        of an idle link for that of a busy one, where answers wait behind what is sent: then it
+        sends too little both ways at once.
         """
         for host, pid in self._pids.items():
+            setting = "/proc/sys/net/ipv4/tcp_congestion_control"
+            self._inside_network(pid, "sh", "-c", f"echo reno > {setting}")
             for namespace, device in (pid, "eth0"), (self._switch, host):
                 self._ip(namespace, f"link set dev {device} gso_max_segs 1")
                 words = f"dev {device} root tbf rate {rate} burst 8kb limit 1mb"
-                command = f"nsenter -t {namespace} -n tc qdisc add {words}"
-                subprocess.run(command.split(), check=True)
+                self._inside_network(namespace, "tc", "qdisc", "replace", *words.split())
 
     def lose(self, host: str) -> None:
         """End all of it at once, without a good-bye to anybody."""
@@ -249,7 +254,10 @@ class Bed:
         go.write_text("go\n")
 
     def _ip(self, pid: int, words: str) -> None:
-        subprocess.run(["nsenter", "-t", str(pid), "-n", "ip", *words.split()], check=True)
+        self._inside_network(pid, "ip", *words.split())
+
+    def _inside_network(self, pid: int, *command: str) -> None:
+        subprocess.run(["nsenter", "-t", str(pid), "-n", *command], check=True)
 
 
 @contextlib.contextmanager
