@@ -40,7 +40,7 @@ network: without --latency, --bandwidth and the like it is that of a table of co
 AUTO = "auto"
 
 MOST_MESSAGES = 500_000
-"""Messages that are replayed for one time without being asked for: 10 seconds."""
+"""Messages that are replayed for one time without being asked for: half a minute."""
 
 CUT_MESSAGES = 100_000
 """The same where `--segments auto` cuts a value, which it does in many sizes."""

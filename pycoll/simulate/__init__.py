@@ -4,17 +4,20 @@ The ranks run as the core runs them: a step is posted as soon as its hazards are
 into scratch `SCRATCH` at a time, a schedule once for each segment with so many of them under way.
 What differs is that nothing is buffered:
 
-    message      starts when it is posted on both ends and all its ports are free; takes the latency
-                 of its link and its bytes over the bandwidth
-    port         carries one message at a time; each rank has one out and one in, which a message
-                 holds for all the time that it takes, or without its latency (`Link.overhead_s`)
-    host         its network adapters, memory and cores are ports that its ranks share (`Network`)
+    message      starts when it is posted on both ends, the one before it from the one rank to the
+                 other has left, and its ports are free; takes the latency of its link, and its
+                 bytes over the bandwidth
+    port         each rank has one out and one in. For its overhead (`Link.overhead_s`) a message
+                 keeps others from starting there; then its bytes share the ports with those of
+                 others, of which each gets an equal part of the port where most are
+    host         its network adapters are such ports, too; its memory and its cores carry one thing
+                 at a time (`Network`)
     reduction    takes time by the byte; a rank combines one thing at a time
     copy         takes no time
 
-Jobs that wait for a port leave it in the order in which they could have started, those of one
-moment by segment, then by their place in the schedule. A chunk is its share of the bytes, fractions
-included.
+Jobs that wait for a port start in the order in which they could have started, those of one moment
+by segment, then by their place in the schedule. At most 64 messages share a port; others wait, too.
+A chunk is its share of the bytes, fractions included.
 
 Where the schedules of all ranks are one, which is proved each time and not taken from the name,
 those of a few are replayed for all (`pycoll.simulate.steps`): a ring of 24,576 ranks takes seconds.

@@ -1,8 +1,9 @@
 """The machines of a simulation: links, hosts, racks, and what a message holds of them.
 
-Everything that is shared is a port, which carries one message at a time. A port out and one in of
-each rank are held while the message's bytes pass; others, of the host, for shorter: memory that is
-ten times as quick as a link is held for a tenth of the time, so that ten ranks keep it busy.
+Everything that is shared is a port. A message holds a port out and one in of its ranks, and the
+adapters of its hosts, while it begins, for its overhead; then its bytes pass through them, beside
+those of others. Memory and cores it holds alone, from its start: memory that is ten times as quick
+as a link for a tenth of the time that the bytes take there, so that ten ranks keep it busy.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ class Link(NamedTuple):
     Attributes:
         latency_s: seconds until the first byte is there.
         bandwidth: bytes a second.
-        overhead_s: seconds of the latency in which the message holds its ports, beside those of its
-            bytes; None: all of them, as in the textbook's model of latency and bandwidth.
+        overhead_s: seconds of the latency, its first ones, in which neither rank can begin another
+            message of that direction; None: all of them, as in the textbook's model of latency and
+            bandwidth.
         core_s: seconds of a core that one end of a message takes.
         core_s_per_byte: the same of each byte.
     """
@@ -35,7 +37,7 @@ class Link(NamedTuple):
 
     @property
     def hold_s(self) -> float:
-        """Seconds in which a message of no bytes holds its ports."""
+        """Seconds for which a message holds its ports, before its bytes pass."""
         return self.latency_s if self.overhead_s is None else self.overhead_s
 
 
@@ -95,6 +97,8 @@ class Network(NamedTuple):
             times += [link.latency_s, link.hold_s, link.core_s, link.core_s_per_byte]
         if not all(0 <= time < math.inf for time in times):
             return f"times must be 0 or more: {self}"
+        if any(link.hold_s > link.latency_s for link in links):
+            return f"an overhead is a part of the latency and must not be above it: {self}"
         if not all(speed > 0 for speed in (self.memory_bandwidth, *(x.bandwidth for x in links))):
             return f"bandwidths must be above 0: {self}"
         if self.hosts_per_rack < 0 or self.adapters < 1 or self.cores < 0:
@@ -146,6 +150,10 @@ class Placement:
         racked = self.network.hosts_per_rack
         return FAR if racked and here // racked != there // racked else SAME_RACK
 
+    def shared(self, level: int) -> int:
+        """Return how many of the `ports` of a message, the first ones, its bytes share."""
+        return 4 if self.network.shared_ports and level != SAME_HOST else 2
+
     def ports(self, sender: int, receiver: int, level: int) -> tuple[int, ...]:
         """Return the ports that a message holds, those of `holds` in the same order."""
         adapters = self.network.adapters
@@ -153,7 +161,7 @@ class Placement:
             self._first + self._host_ports * self.hosts[rank] for rank in (sender, receiver)
         )
         found = [3 * sender, 3 * receiver + 1]
-        if self.network.shared_ports and level != SAME_HOST:
+        if self.shared(level) == 4:
             found.append(here + 2 * (self._local[sender] % adapters))
             found.append(there + 2 * (self._local[receiver] % adapters) + 1)
         if self._has_memory:
@@ -163,15 +171,13 @@ class Placement:
         return tuple(found)
 
     def holds(self, level: int, nbytes: float, here: int, there: int) -> list[float]:
-        """Return for how many seconds a message holds each of its ports.
+        """Return for how many seconds from its start a message holds each of its ports.
 
         `here`, `there`: how many ranks the two hosts have. A core sees to both ends of a message
         inside a host; there the two ports of the cores are held together.
         """
         link, memory = self.network.at(level), self.network.memory_bandwidth
-        found = [link.hold_s + nbytes / link.bandwidth] * 2
-        if self.network.shared_ports and level != SAME_HOST:
-            found *= 2
+        found = [link.hold_s] * self.shared(level)
         if self._has_memory:
             found += [nbytes / memory] * 2
         if self._has_cores:

@@ -42,6 +42,8 @@ class ReplayedSteps:
         line: by step, the line in which it waits for ports: one for each pair of ranks that talk
             and one for the reductions of each rank; -1: a Copy.
         ports: by line, the ports that its steps hold.
+        shared: by line, how many of those, the first ones, the bytes of a message share with
+            others.
         waits: by step, for how many others it waits.
         successors, after: those that wait for step i are successors[after[i] : after[i + 1]].
         first: by place, the steps that wait for nothing, in order; receives into scratch apart.
@@ -80,6 +82,7 @@ class ReplayedSteps:
         self.sends, self.reduces = bytearray(), bytearray()
         self.waits, self.successors, self.after = array("i"), array("q"), array("q", [0])
         self.ports: list[tuple[int, ...]] = []
+        self.shared: list[int] = []
         self.first: list[array[int]] = []
         self.scratch: list[array[int]] = []
         self._kinds: dict[tuple[int, ...], int] = {}
@@ -94,8 +97,11 @@ class ReplayedSteps:
             )
         del self._lines, self._halves
 
-    def spans(self, nbytes: float) -> list[tuple[float, list[float]]]:
-        """Return by kind of step the seconds until it is done, and for which it holds each port.
+    def spans(self, nbytes: float) -> list[tuple[float, float, float, list[float]]]:
+        """Return by kind of step the seconds from its start, on ports that nobody shares.
+
+        They are those until its bytes begin to pass, until they have left, and until it is done;
+        then by port how long it holds it.
 
         `nbytes`: of a value or a block, or of a segment of it.
         """
@@ -105,12 +111,14 @@ class ReplayedSteps:
             if what == _MESSAGE:
                 link = placement.network.at(level)
                 holds = placement.holds(level, load, here, there)
-                found.append((link.latency_s + load / link.bandwidth, holds))
+                passing = load / link.bandwidth
+                times = link.hold_s, link.hold_s + passing, link.latency_s + passing
+                found.append((*times, holds))
             elif what == _REDUCE:
                 holds = placement.arithmetic_holds(load, here)
-                found.append((holds[0], holds))
+                found.append((holds[0], holds[0], holds[0], holds))
             else:
-                found.append((0.0, []))
+                found.append((0.0, 0.0, 0.0, []))
         return found
 
     def _add(self, place: int, rank: int, compiled: Schedule) -> None:
@@ -169,6 +177,7 @@ class ReplayedSteps:
             self.ports.append(
                 placed.arithmetic(sender) if alone else placed.ports(sender, receiver, level)
             )
+            self.shared.append(0 if alone else placed.shared(level))
         return number
 
     def _match(self, ends: tuple[int, int], number: int, sends: bool, index: int) -> None:

@@ -75,17 +75,23 @@ def test_a_ring_takes_its_steps_in_turn_whatever_the_segments(size: int, segment
 
 @pytest.mark.parametrize("lg", [0, 1, 3, 5])
 @pytest.mark.parametrize(
-    ("collective", "name"), [("broadcast", "tree"), ("all_reduce", "recursive_doubling")]
+    ("collective", "name", "nbytes"),
+    [("broadcast", "tree", 64 << 10), ("all_reduce", "recursive_doubling", MIB)],
 )
-def test_lg_p_messages_of_the_whole_value(collective: str, name: str, lg: int) -> None:
-    assert seconds(collective, name, 1 << lg, MIB) == exactly(lg * (ALPHA + MIB * BETA))
+def test_lg_p_messages_of_the_whole_value(collective: str, name: str, nbytes: int, lg: int) -> None:
+    expected = lg * (ALPHA + nbytes * BETA)
+    assert seconds(collective, name, 1 << lg, nbytes) == exactly(expected)
 
 
 @pytest.mark.parametrize("size", [2, 5, 9])
-def test_a_root_that_sends_to_all_sends_one_after_the_other(size: int) -> None:
-    expected = (size - 1) * (ALPHA + MIB * BETA)
-    assert seconds("broadcast", "linear", size, MIB) == exactly(expected)
-    assert seconds("gather", "linear", size, MIB) == exactly(expected)
+@pytest.mark.parametrize("nbytes", [8, 64 << 10, MIB])
+def test_a_root_that_sends_to_all_begins_one_after_the_other_and_shares_its_port(
+    nbytes: int, size: int
+) -> None:
+    others, bytes_s = size - 1, nbytes * BETA
+    expected = max(others * ALPHA + bytes_s, ALPHA + others * bytes_s)
+    assert seconds("broadcast", "linear", size, nbytes) == exactly(expected)
+    assert seconds("gather", "linear", size, nbytes) == exactly(expected)
 
 
 @pytest.mark.parametrize("size", [1, 2, 6, 8, 13])
@@ -171,14 +177,14 @@ def test_links_between_hosts_have_times_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_port_that_a_host_shares_carries_one_message_at_a_time(shared: bool) -> None:
+def test_two_ranks_of_a_host_share_its_port(shared: bool) -> None:
     """Each rank of host 0 exchanges blocks with one of host 1 and one beside it."""
     network = NETWORK._replace(between=Link(ALPHA, 1 / BETA), shared_ports=shared)
     hosts = [0, 0, 1, 1]
     timing = simulate.simulate(
         "all_reduce", "recursive_doubling", 4, MIB, hosts=hosts, network=network
     )
-    assert timing.seconds == exactly((3 if shared else 2) * (ALPHA + MIB * BETA))
+    assert timing.seconds == exactly(2 * ALPHA + (3 if shared else 2) * MIB * BETA)
 
 
 def test_a_hierarchical_all_reduce_takes_as_long_wherever_the_ranks_are() -> None:
@@ -210,10 +216,14 @@ def test_no_algorithm_is_quicker_than_its_longest_chain_or_slower_than_one_by_on
 
 
 def test_the_last_rank_and_the_busiest_port_are_told() -> None:
+    """The second message begins when the first has begun, and ends as much later."""
     timing = simulate.simulate("broadcast", "linear", 3, MIB, network=NETWORK)
-    one = ALPHA + MIB * BETA
+    both = 2 * MIB * BETA
+    last = ALPHA + both
     assert timing == Timing(
-        exactly(2 * one), (exactly(2 * one), exactly(one), exactly(2 * one)), (1.0, 0.5, 0.5)
+        exactly(last),
+        (exactly(last), exactly(both), exactly(last)),
+        (1.0, exactly(both / last), exactly(both / last)),
     )
 
 
@@ -265,6 +275,7 @@ def test_as_much_is_under_way_as_in_the_core(header: str, name: str, value: int)
         {"hosts": [0, 0, 1]},
         {"network": Network(bandwidth=0.0)},
         {"network": Network(latency_s=-1.0)},
+        {"network": Network(latency_s=1e-6, overhead_s=2e-6)},
         {"network": Network(between=Link(0.0, 0.0))},
         {"network": Network(reduce_s_per_byte=-1.0)},
     ],

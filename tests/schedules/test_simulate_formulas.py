@@ -6,11 +6,15 @@ The model counts femtoseconds, so each step of a chain may be off by half of one
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pycoll
+from pycoll.schedule import Recv, Send, Step
+from pycoll.schedules import TABLE
 from pycoll.simulate import Link, Network, simulate
 
 LATENCIES = st.floats(1e-8, 1e-3)
@@ -49,7 +53,8 @@ def test_algorithms_of_lg_p_steps(
         return simulate(collective, name, 1 << lg, nbytes, network=network).seconds
 
     step, combined, others = alpha + nbytes / bandwidth, nbytes * gamma, (1 << lg) - 1
-    assert took("broadcast", "tree", nbytes) == about(lg * step, lg)
+    small = min(nbytes, 0.99 * alpha * bandwidth)  # has left when the next message has begun
+    assert took("broadcast", "tree", small) == about(lg * (alpha + small / bandwidth), lg)
     doubling = took("all_reduce", "recursive_doubling", nbytes)
     assert doubling == about(lg * (step + combined), 2 * lg)
     assert took("barrier", "dissemination", 0) == about(lg * alpha, lg)
@@ -73,13 +78,65 @@ def test_a_pipeline_waits_once_for_latency_and_each_segment_for_the_overhead(
     assert took.seconds == about(expected, size + segments)
 
 
-def test_a_sender_goes_on_when_its_port_is_free() -> None:
-    """And is done then, while its last message is still on the way."""
+@given(POWERS, LENGTHS, LATENCIES, BANDWIDTHS)
+def test_what_a_rank_sends_to_several_shares_its_port(
+    lg: int, nbytes: float, alpha: float, bandwidth: float
+) -> None:
+    """So in a tree the first of `lg` children has the value no sooner than the last."""
+    network = Network(latency_s=alpha, bandwidth=bandwidth, overhead_s=0.0)
+    took = simulate("broadcast", "tree", 1 << lg, nbytes, network=network).seconds
+    assert took == about(lg * alpha + lg * (lg + 1) / 2 * nbytes / bandwidth, 2 * lg)
+
+
+@given(SIZES, LENGTHS, LATENCIES, BANDWIDTHS, st.floats(0.0, 1.0))
+def test_a_port_that_is_shared_is_never_idle(
+    size: int, nbytes: float, alpha: float, bandwidth: float, busy: float
+) -> None:
+    """A root begins one message after the other; either their starts or their bytes last longer."""
+    network = Network(latency_s=alpha, bandwidth=bandwidth, overhead_s=busy * alpha)
+    others, begun, passing = size - 1, busy * alpha, nbytes / bandwidth
+    expected = max(others * begun + passing, begun + others * passing) + (1 - busy) * alpha
+    for collective in "broadcast", "gather":
+        took = simulate(collective, "linear", size, nbytes, network=network).seconds
+        assert took == about(expected, size * size)
+
+
+def test_a_sender_is_done_when_its_last_byte_has_left() -> None:
+    """Of three messages of 1 ms, which begin 10 us apart; the wire takes 990 us more.
+
+    The first is alone for 10 us, among two for 10 us and among three from 30 us on.
+    """
     network = Network(latency_s=1e-3, bandwidth=1e9, overhead_s=1e-5)
     timing = simulate("broadcast", "linear", 4, 1e6, network=network)
-    sent = [number * (1e-5 + 1e-3) for number in range(4)]
-    arrived = [before + 1e-3 + 1e-3 for before in sent[:3]]
-    assert timing.finish == tuple(about(seconds, 9) for seconds in (sent[3], *arrived))
+    left = [2985e-6, 3005e-6, 3010e-6]
+    expected = [left[2], *(seconds + 990e-6 for seconds in left)]
+    assert timing.finish == tuple(about(seconds, 9) for seconds in expected)
+
+
+def test_at_most_64_messages_share_a_port() -> None:
+    timing = simulate("broadcast", "linear", 130, 1e6, network=Network(0.0, 1e9))
+    expected = [64e-3] * 64 + [128e-3] * 64 + [129e-3]
+    assert timing.finish[1:] == tuple(about(seconds, 130) for seconds in expected)
+
+
+def test_bytes_pass_at_the_pace_of_the_port_that_most_share() -> None:
+    """Rank 2 hears from ranks 0 and 1; rank 0 sends to three, and no more goes to rank 2."""
+
+    def steps(rank: int, size: int) -> Iterator[Step]:
+        for sender, receiver in (0, 2), (1, 2), (0, 3), (0, 4):
+            if rank == sender:
+                yield Send(receiver, rank)
+            elif rank == receiver:
+                yield Recv(sender, sender)
+
+    pycoll.register_algorithm("all_gather", "star")(steps)
+    try:
+        network = Network(latency_s=0.0, bandwidth=1e9)
+        timing = simulate("all_gather", "star", 5, 1e6, network=network)
+    finally:
+        del TABLE["all_gather"]["star"]
+    # Rank 1's message has half of rank 2's port until it has left.
+    assert timing.finish == tuple(about(s, 9) for s in (3e-3, 2e-3, 3e-3, 3e-3, 3e-3))
 
 
 @given(st.integers(2, 6), st.integers(1, 4), LENGTHS, LATENCIES, BANDWIDTHS, st.floats(1.0, 9.0))
