@@ -441,6 +441,8 @@ static bool wait_a_moment(struct pc_tcp *tcp) {
 bool pc_tcp_progress(struct pc_tcp *tcp) {
     tcp->moved = 0;
     bool worked = look(tcp);
+    if (!tcp->told)
+        pc_tcp_write_granted(tcp);
     /* While much of large payloads moves, and nobody needs to be told of anything, the way back to
        the caller and from there would take longer than the next part. */
     for (uint64_t start = 0; tcp->moved >= PC_TCP_LONG && !tcp->told && !tcp->closing;) {
@@ -450,6 +452,8 @@ bool pc_tcp_progress(struct pc_tcp *tcp) {
             break;
         tcp->moved = 0;
         look(tcp);
+        if (!tcp->told)
+            pc_tcp_write_granted(tcp);
     }
     return worked;
 }

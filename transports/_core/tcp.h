@@ -128,6 +128,8 @@ struct pc_tcp_peer {
     struct pc_tcp_lane *lanes; /* NULL: not linked yet */
     struct pc_tcp_out *first, *last; /* what waits for the link */
     struct pc_tcp_send *active; /* accepted, with fragments to be pulled, in turn */
+    struct pc_tcp_peer *next_granted;
+    bool granted;               /* it has accepted something, of which nothing is written yet */
     uint64_t owed[2];  /* bytes that wait at the peer: buffered, pushed */
     uint64_t held[2];  /* the peer's that wait here */
     uint64_t unrepaid; /* consumed, and it was not told */
@@ -179,6 +181,7 @@ struct pc_tcp {
     size_t buffer_nbytes;
     /* the send that is being started: who starts it learns otherwise that it is done */
     uint64_t starting;
+    struct pc_tcp_peer *granted; /* the first of those that are */
     int behind;   /* things that wait to be written */
     int restless; /* lanes that are stalled, links in doubt: progress has something to do */
     size_t moved; /* bytes of payloads, since progress has looked last */
@@ -242,6 +245,9 @@ void pc_tcp_close(struct pc_tcp *tcp);
 void pc_tcp_tell(struct pc_tcp *tcp, int peer, enum pc_tcp_kind kind, uint64_t id, uint64_t value);
 void pc_tcp_write(struct pc_tcp *tcp, int peer, int lane);
 void pc_tcp_write_all(struct pc_tcp *tcp, int peer);
+/* Write what peers have accepted. After what came along with that was told, and so answered: the
+   answers would else stand behind the payloads, where a link is slow for long. */
+void pc_tcp_write_granted(struct pc_tcp *tcp);
 void pc_tcp_free_outs(struct pc_tcp *tcp, struct pc_tcp_out *first);
 /* Watch a lane for room to write if it has something to write, and only then. */
 void pc_tcp_watch_lane(struct pc_tcp *tcp, int peer, int lane);

@@ -104,7 +104,11 @@ static bool take_go(struct pc_tcp *tcp, int number, const struct pc_tcp_frame *f
     while (*last != NULL)
         last = &(*last)->next_active;
     *last = send;
-    pc_tcp_write_all(tcp, number);
+    if (!peer->granted) {
+        peer->granted = true;
+        peer->next_granted = tcp->granted;
+        tcp->granted = peer;
+    }
     return true;
 }
 

@@ -351,3 +351,11 @@ void pc_tcp_write_all(struct pc_tcp *tcp, int peer) {
     for (int lane = 0; lane < tcp->num_lanes; lane++)
         pc_tcp_write(tcp, peer, lane);
 }
+
+void pc_tcp_write_granted(struct pc_tcp *tcp) {
+    for (struct pc_tcp_peer *peer; (peer = tcp->granted) != NULL;) {
+        tcp->granted = peer->next_granted;
+        peer->granted = false;
+        pc_tcp_write_all(tcp, (int)(peer - tcp->peers));
+    }
+}

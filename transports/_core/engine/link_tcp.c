@@ -266,6 +266,10 @@ static bool source_progress(struct pc_source *source) {
         self->watched(self->owner);
     }
     worked = tell_all(self) || worked;
+    if (self->tcp.granted != NULL) {
+        pc_tcp_write_granted(&self->tcp);
+        worked = tell_all(self) || true;
+    }
     self->progressing = false;
     return worked;
 }
