@@ -278,9 +278,9 @@ static void open_context(int rank, int ident) {
             pc_context_open(&ranks[rank].engine, (uint64_t)ident + 5, members, RANKS, rank);
 }
 
-/* Two exchange long messages. Rank 1 offers its own and accepts that of rank 0, which learns of both
-   at once: what rank 0 writes first is that it accepts, too. Behind its payload that would be late
-   where the network is slow. */
+/* Two exchange long messages. Rank 1 offers its own and accepts that of rank 0, which learns of
+   both at once: what rank 0 writes first is that it accepts, too. Behind its payload that would be
+   late where the network is slow. */
 static void exchange(void) {
     struct pc_tcp_frame frame;
     plain = true;
