@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._cuda.late_copies import LateCopies
-from pycoll._selection import agreed
 from pycoll._selection.select import BY_LEVELS_NBYTES
 from pycoll._transports.base import Operation
 
@@ -68,7 +67,7 @@ def route_of(group: Group, choice: Choice, blocking: bool, two_level_nbytes: int
 def _fits_two_levels(group: Group, nbytes: int) -> bool:
     """Whether values are short enough, and ranks of each of several hosts share memory."""
     crowded = {host for host in group.hosts if group.hosts.count(host) > 1}
-    shares = crowded <= agreed.current().sharing and len(set(group.hosts)) > 1
+    shares = crowded <= group.engine.agreed.sharing and len(set(group.hosts)) > 1
     return shares and nbytes <= BY_LEVELS_NBYTES
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from pycoll._runtime.context import Context
 from pycoll._runtime.engine import Engine
 from pycoll._runtime.task import place_of_call
-from pycoll._selection import agreed
 from pycoll._selection.agreed import SHARED_MEMORY as SHARED_MEMORY
 from pycoll._selection.select import Choice
 from pycoll._support.lazy_import import LazyModule
@@ -94,7 +93,7 @@ class Group:
         self.rank = self.members.index(engine.rank)
         self.size = len(self.members)
         self.hosts = tuple([engine.hosts[world] for world in self.members])
-        self._order = agreed.current().order(self.hosts)
+        self._order = self.engine.agreed.order(self.hosts)
         self.context: Context = engine.open_context(ident, self.members)
         self.context.name = name
         self.context.made_at = place_of_call()
@@ -123,7 +122,7 @@ class Group:
         """Whether ranks ask each other if large reductions are for GPUs; the same on all."""
         hosts = set(self.hosts)
         fits = 1 < self.size <= MOST_ON_GPUS and len(hosts) == 1
-        return fits and hosts <= agreed.current().gpus
+        return fits and hosts <= self.engine.agreed.gpus
 
     def close(self) -> None:
         """Forget this communicator; under the engine's lock."""
@@ -209,7 +208,7 @@ class Group:
     def selector(self) -> Selector:
         """What chooses algorithms; made when it is first needed."""
         if self._selector is None:
-            self.go_by(agreed.current())
+            self.go_by(self.engine.agreed)
         assert self._selector is not None
         return self._selector
 
@@ -221,12 +220,12 @@ class Group:
 
     def is_named(self, collective: str) -> bool:
         """Whether PYCOLL_ALGORITHM says what a collective must run."""
-        rule = agreed.current().rules.get(collective)
+        rule = self.engine.agreed.rules.get(collective)
         return rule is not None and not rule.excluded
 
     def allows_shared_memory(self, collective: str) -> bool:
         """Whether calls of a collective may go through shared memory without asking `choose`."""
-        rule = agreed.current().rules.get(collective)
+        rule = self.engine.agreed.rules.get(collective)
         return rule is None or rule.allows(SHARED_MEMORY)
 
     def _no_shared_memory(self, collective: str) -> str:

@@ -17,6 +17,7 @@ from pycoll._runtime.communicators import Communicators, raise_error
 from pycoll._runtime.context import Context
 from pycoll._runtime.task import Call, CallSteps, Started, Task, caller
 from pycoll._runtime.waits import options_of
+from pycoll._selection.agreed import Agreed
 from pycoll._transports.base import Elsewhere, Operation, Parts, Reach
 from pycoll._transports.core import CoreTransport
 from pycoll.errors import Error, OperationTimeout, PeerFailed
@@ -62,6 +63,7 @@ class Engine(Communicators):
 
     Attributes:
         hosts: by world rank the number of its host.
+        agreed: what the ranks have agreed on when they met.
         ipc_peers: whether a world rank can reach memory of a GPU, by its identity (`cuda_ipc`).
     """
 
@@ -80,6 +82,7 @@ class Engine(Communicators):
         self.no_shared_memory = shared_memory if isinstance(shared_memory, str) else ""
         self.ipc_peers: dict[tuple[int, bytes], bool] = {}
         self.hosts: tuple[int, ...] = (0,) * size
+        self.agreed = Agreed()
 
     # --- calls -----------------------------------------------------------------------------
 
@@ -131,7 +134,7 @@ class Engine(Communicators):
                 if collective:
                     self.break_for(call, error)
                 elif isinstance(error, PeerFailed):
-                    self._note(error)
+                    self.note(error)
                 raise_error(error)
             return task.result
         finally:

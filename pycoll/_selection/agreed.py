@@ -97,20 +97,6 @@ class Agreed(NamedTuple):
         return topology.ranks_in_order(self.ring, hosts) if self.ring else ()
 
 
-_job = Agreed()
-
-
-def current() -> Agreed:
-    """Return what this process's job has agreed on."""
-    return _job
-
-
-def settle(agreed: Agreed) -> None:
-    """Keep what this process's job has agreed on; a process is in one job."""
-    global _job
-    _job = agreed
-
-
 # --- what a rank says ------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pycoll._communicator.communicator import Communicator
-from pycoll._selection import agreed
 
 SPLITTING = frozenset({"scatter", "reduce_scatter", "all_to_all"})
 STACKING = frozenset({"gather", "all_gather", "all_to_all"})
@@ -113,7 +112,8 @@ def _time(comm: Communicator, make: Callable[[], object], row: int) -> float:
 def _cutting(comm: Communicator, segment_nbytes: int) -> Communicator:
     """Return a communicator of the same ranks, on which segments have this length."""
     other = comm.dup()
-    other._group.go_by(agreed.current()._replace(segment_nbytes=segment_nbytes))
+    agreed = other._group.engine.agreed
+    other._group.go_by(agreed._replace(segment_nbytes=segment_nbytes))
     return other
 
 

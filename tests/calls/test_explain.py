@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import pycoll
-from pycoll._selection import agreed
 from pycoll._tools.cli import main
 from pycoll.schedules import REDUCING, TABLE
 
@@ -179,7 +178,7 @@ def test_rdma_is_named_where_it_connects_the_hosts(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         networks = {0: "Ethernet", 1: "Ethernet"}
         with comm.dup() as other:
-            other._group.go_by(agreed.current()._replace(networks=networks))
+            other._group.go_by(other._group.engine.agreed._replace(networks=networks))
             why = other.explain("all_reduce", MiB)
         assert why.table.endswith("(RDMA, an estimate)")
         assert why.seconds < comm.explain("all_reduce", MiB).seconds

@@ -25,8 +25,6 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 
 import fakegpu
 
-from pycoll._selection import agreed
-
 DEADLINE_S = 20.0 * PATIENCE
 LONG = LARGE + 1000
 
@@ -48,14 +46,12 @@ def gpu(fake_driver: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(params=[1, 2])
 def job(gpu: None, request: pytest.FixtureRequest) -> Iterator[Job]:
     """Two ranks, of which each has tried what its device can do."""
-    before = agreed.current()
     made = Job(2, seed=request.param, op_timeout=DEADLINE_S)
     made.run(greet)
     yield made
     regions = gpu_regions(made)
     made.close()
     assert regions == [0, 0]
-    agreed.settle(before)
 
 
 def gpu_regions(job: Job) -> list[int]:
@@ -102,11 +98,9 @@ class Cost:
 @pytest.fixture
 def fresh_job(gpu: None) -> Iterator[Job]:
     """Two ranks that have not talked yet."""
-    before = agreed.current()
     made = Job(2, op_timeout=DEADLINE_S)
     yield made
     made.close()
-    agreed.settle(before)
 
 
 PLACES = {

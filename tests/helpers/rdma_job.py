@@ -46,7 +46,7 @@ class Job:
         self.fabric = Fabric(seed=seed or size)
         own = {"node": 0, "rdma": {"network": "simulated"}, **agreed.said({}, 1)}
         infos = [own] * size
-        agreed.settle(agreed.agree(infos))
+        settled = agreed.agree(infos)
         ranks: list[Any] = []
         devices: list[RdmaTransport] = []
         for rank in range(size):
@@ -57,7 +57,7 @@ class Job:
             ranks.append(Rank(CoreTransport(rank, size, outside=outside), size, None))
         addresses = [rdma.address() for rdma in devices]
         for rank in ranks:
-            rank.ranks = ranks
+            rank.ranks, rank.agreed = ranks, settled
             rank.transport.start([{}] * size, rank)
         for rank in ranks:
             with rank.locked():

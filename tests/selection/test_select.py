@@ -345,8 +345,6 @@ rank, size = comm.rank, comm.size
 """
 
 COMPARE = """
-from pycoll._selection import agreed
-
 comm.barrier()  # in the core, which from now on takes NumPy arrays without asking
 x = np.full(5, rank + 1.0)
 for value in (x, np.repeat(x, 10_000)):
@@ -356,7 +354,7 @@ for value in (x, np.repeat(x, 10_000)):
     total_again = comm.all_reduce(value) if rank % 2 else comm.all_reduce(value, timeout=20.0)
     assert total_again[0] == total
 group = comm._group
-job = agreed.current()
+job = group.engine.agreed
 mine = [str(group.choose("all_reduce", 1 << 20, None)), job.costs.origin, job.segment_nbytes]
 every = comm.gather(mine)
 if rank == 0:

@@ -12,19 +12,10 @@ from rdma_job import DEADLINE_S, Job
 from tiers import smoke
 
 import pycoll
-from pycoll._selection import agreed
-
-
-@pytest.fixture
-def settled() -> Iterator[None]:
-    """What this process's job has agreed on is as before afterwards."""
-    before = agreed.current()
-    yield
-    agreed.settle(before)
 
 
 @pytest.fixture(params=[2, 4])
-def job(request: pytest.FixtureRequest, settled: None) -> Iterator[Job]:
+def job(request: pytest.FixtureRequest) -> Iterator[Job]:
     made = Job(request.param)
     yield made
     made.close()
