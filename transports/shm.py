@@ -38,15 +38,16 @@ def missing_core() -> str | None:
 
 
 def open_host(
-    environ: Mapping[str, str], local_rank: int, local_size: int
+    environ: Mapping[str, str], local_rank: int, local_size: int, copies: bool = False
 ) -> tuple[MappedHost, int] | str:
-    """Map the memory of this host that the launcher hands on, once in a process.
+    """Map the memory of this host that the launcher hands on, once in a world.
 
     Args:
         environ: its variable PYCOLL_SHM is
             `<memory file>:<its inode>:<doorbells, by commas>:<cores>`, or `-:<reason>`.
         local_rank: this process's rank on the host.
         local_size: number of ranks there.
+        copies: use copies of the descriptors, which end with the memory; see `give_back`.
 
     Returns:
         The memory and the descriptor of this rank's doorbell, or the reason why there is none.
@@ -56,13 +57,30 @@ def open_host(
     handed = _handed_on(environ, local_rank, local_size)
     if isinstance(handed, str):
         return handed
+    made: list[int] = []
     try:
-        for descriptor in (handed.descriptor, *handed.doorbells):
-            os.set_inheritable(descriptor, False)
-        host = MappedHost(handed.descriptor, local_rank, handed.doorbells, handed.cores)
-        return host, handed.doorbells[local_rank]
+        memory, *doorbells = handed.descriptor, *handed.doorbells
+        if copies:
+            for descriptor in (memory, *doorbells):
+                made.append(os.dup(descriptor))
+            memory, *doorbells = made
+        else:
+            for descriptor in (memory, *doorbells):
+                os.set_inheritable(descriptor, False)
+        host = MappedHost(memory, local_rank, doorbells, handed.cores, copies)
+        return host, doorbells[local_rank]
     except OSError as exc:
+        for descriptor in made:
+            os.close(descriptor)
         return f"the memory shared with the other ranks cannot be used: {exc}"
+
+
+def give_back(variable: str) -> None:
+    """Close the descriptors that PYCOLL_SHM names, of a world that uses copies."""
+    first, _, rest = variable.partition(":")
+    if first not in ("", "-"):
+        for number in (first, *rest.split(":")[1].split(",")):
+            os.close(int(number))
 
 
 class Handed(NamedTuple):

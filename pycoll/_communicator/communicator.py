@@ -419,13 +419,14 @@ class Communicator(
                 "share(): these ranks do not share memory; comm.split_by_host() gives those of "
                 "one host, which do"
             )
-        own, said = shared_arrays.expose(x, group.rank, group.size)
+        memory = group.engine.shared_memory
+        host = memory.host if memory is not None else None
+        own, said = shared_arrays.expose(x, group.rank, group.size, host)
         all_said = self._run(AllGatherPlan(group, "share()", Route.MESSAGES, said), timeout)
         for rank, other in enumerate(all_said):
             if other.refused:
                 shared_arrays.take_back(own)
                 raise ValueError(f"rank {rank}: {other.refused}")
-        memory = group.engine.shared_memory
         assert own is not None
         found = []
         for rank, other in enumerate(all_said):

@@ -220,8 +220,15 @@ def _retire_at_exit() -> None:
     atexit.register(_core.retire_arrays)
 
 
-def expose(x: Any, rank: int, size: int) -> tuple[np.ndarray[Any, Any] | None, Said]:
+def expose(
+    x: Any, rank: int, size: int, host: MappedHost | None
+) -> tuple[np.ndarray[Any, Any] | None, Said]:
     """Prepare an array to be shared with the other ranks of a communicator.
+
+    Args:
+        x: the array.
+        rank, size: this rank in the communicator, and how many it has.
+        host: the memory that they share.
 
     Returns:
         The array as NumPy's, and what the others are to be told.
@@ -241,6 +248,11 @@ def expose(x: Any, rank: int, size: int) -> tuple[np.ndarray[Any, Any] | None, S
         return None, Said(
             "share() takes arrays that lie in shared memory: make them with pycoll.empty() or "
             "zeros(), or after pycoll.share_arrays()"
+        )
+    if host is None or not host.has_arena():
+        return None, Said(
+            "share(): the arrays of this process lie in the memory of another world, the first "
+            "one in which it had shared arrays"
         )
     held[:] = 1
     held[rank] = 0

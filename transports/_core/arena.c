@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 /* Address space is plentiful and memory is not. So a block of each class of sizes stays one of that
@@ -47,6 +48,9 @@ static struct block **table[MOST_NBYTES >> (LEAF_BITS + 12)]; /* by page, where 
 static struct pc_arena_use use;
 
 struct window { /* another rank's arena */
+    const pc_host *host; /* NULL: it is closed, and arrays lie here */
+    int rank;
+    bool is_lent;        /* arrays of this process lie here */
     unsigned char *memory;
     off_t offset;
     size_t nbytes;
@@ -333,11 +337,18 @@ static unsigned char *map(int fd, off_t offset, size_t nbytes) {
     return memory;
 }
 
-/* Open the file of this host, once. Called with the lock. */
+static bool is_file(int fd) {
+    struct stat ours, theirs;
+    return file >= 0 && fstat(file, &ours) == 0 && fstat(fd, &theirs) == 0 &&
+           ours.st_ino == theirs.st_ino && ours.st_dev == theirs.st_dev;
+}
+
+/* Open the file of this host. A process that is in several worlds has arrays, and those of others,
+   in one of their files only. Called with the lock. */
 static int open_file(int fd, size_t file_nbytes) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     if (file >= 0)
-        return 0;
+        return is_file(fd) ? 0 : EXDEV;
     if (is_copy)
         return EINVAL;
     if (ftruncate(fd, (off_t)file_nbytes) < 0)
@@ -399,14 +410,41 @@ void pc_arena_want(void) {
         pc_arena_open(joined->fd, joined->rank, joined->size);
 }
 
+/* Forget the arenas of other ranks of a host that closes, but for arrays that lie there. The next
+   host may have the file's place if nothing is left. */
+static void leave(const pc_host *host) {
+    pthread_mutex_lock(&lock);
+    for (struct window **at = &windows, *window; (window = *at) != NULL;) {
+        bool is_over = window->host == host && !window->is_lent;
+        if (window->host == host)
+            window->host = NULL;
+        if (!is_over) {
+            at = &window->next;
+            continue;
+        }
+        munmap(window->memory, window->nbytes);
+        *at = window->next;
+        free(window);
+    }
+    if (windows == NULL && pc_own_arena.base == NULL && is_file(host->fd)) {
+        close(file);
+        file = -1;
+    }
+    pthread_mutex_unlock(&lock);
+}
+
 void pc_arena_host(const pc_host *host, bool here) {
     /* the parent has told where its arena is, but it is the child that joins */
     if (here && is_copy)
         atomic_store(&pc_host_record((pc_host *)host, host->rank)->arena, 0);
-    if (here || joined == host)
-        joined = here ? host : NULL;
+    if (here && joined == NULL)
+        joined = host;
     if (here && is_wanted)
         pc_arena_want();
+    if (!here && joined == host)
+        joined = NULL;
+    if (!here)
+        leave(host);
 }
 
 bool pc_window_open(pc_host *host, int rank) {
@@ -418,6 +456,8 @@ bool pc_window_open(pc_host *host, int rank) {
     }
     if (open_file(host->fd, host->file_nbytes) == 0 &&
         (window = calloc(1, sizeof *window)) != NULL) {
+        window->host = host;
+        window->rank = rank;
         window->offset = (off_t)(host->arenas_offset + (size_t)rank * host->arena_nbytes);
         window->nbytes = host->arena_nbytes;
         window->memory = map(file, window->offset, window->nbytes);
@@ -433,4 +473,12 @@ bool pc_window_open(pc_host *host, int rank) {
     }
     pthread_mutex_unlock(&lock);
     return window != NULL;
+}
+
+void pc_window_lend(const pc_host *host, int rank) {
+    pthread_mutex_lock(&lock);
+    for (struct window *window = windows; window != NULL; window = window->next)
+        if (window->host == host && window->rank == rank)
+            window->is_lent = true;
+    pthread_mutex_unlock(&lock);
 }

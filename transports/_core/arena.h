@@ -34,7 +34,7 @@ static inline bool pc_arena_owns(const void *block) {
 int pc_arena_open(int fd, int rank, int size);
 /* The same as soon as the process has come to its host's memory. */
 void pc_arena_want(void);
-void pc_arena_host(const pc_host *host, bool here); /* it has; or no more */
+void pc_arena_host(const pc_host *host, bool here); /* it has; or it leaves `host` */
 
 /* A block whose first `nbytes` are the caller's, on a page's border; NULL: there is no arena, or it
    is full. It must be given back to `pc_arena_free`, by any thread. `zero`: it reads as zero. */
@@ -51,9 +51,10 @@ struct pc_arena_use {
 };
 struct pc_arena_use pc_arena_use(void);
 
-/* Map the arena of a rank of this host if it is not; whether it is mapped. It stays so: arrays may
-   lie there. */
+/* Map the arena of a rank of this host if it is not; whether it is mapped. It stays so while `host`
+   is open, and for ever if arrays of this process lie there (`pc_window_lend`). */
 bool pc_window_open(pc_host *host, int rank);
+void pc_window_lend(const pc_host *host, int rank);
 
 /* Where the bytes at `address` in the memory of `rank` are here: in its arena, as this process has
    mapped it. NULL: only the kernel reaches them. The numbers come from that rank: whatever they

@@ -183,6 +183,10 @@ void pc_host_close(pc_host *host) {
     if (host->base != NULL)
         munmap(host->base, host->mapped);
     pc_arena_host(host, false);
+    for (int rank = 0; host->owns && rank < host->size; rank++)
+        close(host->doorbells[rank]);
+    if (host->owns)
+        close(host->fd);
     free(host->windows);
     free(host->doorbells);
 }

@@ -64,6 +64,7 @@ typedef struct pc_host {
     pthread_mutex_t sleeping; /* held for a moment: to change that, and what is told of it */
     pc_flag32 seen_epoch; /* any thread may look at it */
     uint32_t forks;    /* pc_forks when it was made */
+    bool owns;         /* its descriptors end with it */
     unsigned char *base; /* of the mapping, up to the regions */
     size_t mapped;
     size_t rings_offset, ring_nbytes, heaps_offset, heap_nbytes, table_offset, regions_offset,
@@ -73,7 +74,8 @@ typedef struct pc_host {
 } pc_host;
 
 /* Map the memory of a host of so many ranks, in file `fd`, for one of them. 0, or an errno; the
-   descriptors stay the caller's. `host` is all zero, and to be closed whatever the result. */
+   descriptors stay the caller's, until it sets `owns`. `host` is all zero, and to be closed whatever
+   the result. */
 int pc_host_open(pc_host *host, int fd, int rank, int size, const int *doorbells, int cores);
 void pc_host_close(pc_host *host);
 

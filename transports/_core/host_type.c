@@ -12,10 +12,11 @@ typedef struct {
 } pc_host_object;
 
 static PyObject *host_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"fd", "rank", "doorbells", "cores", NULL};
-    int fd, rank, cores;
+    static char *names[] = {"fd", "rank", "doorbells", "cores", "owns", NULL};
+    int fd, rank, cores, owns = 0;
     PyObject *doorbells;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiOi", names, &fd, &rank, &doorbells, &cores))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiOi|p", names, &fd, &rank, &doorbells, &cores,
+                                     &owns))
         return NULL;
     Py_ssize_t size = PySequence_Size(doorbells);
     if (size < 0)
@@ -41,6 +42,8 @@ static PyObject *host_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         Py_CLEAR(self);
         errno = error;
         PyErr_SetFromErrno(PyExc_OSError);
+    } else if (self != NULL) {
+        self->host.owns = owns != 0;
     }
 ended:
     PyMem_Free(bells);
@@ -101,11 +104,21 @@ static PyObject *host_window(pc_host_object *self, PyObject *args) {
         return NULL;
     }
     unsigned char *here = pc_reach_here(&self->host, rank, address, (size_t)nbytes);
-    return here != NULL ? PyMemoryView_FromMemory((char *)here, nbytes, PyBUF_WRITE)
-                        : Py_NewRef(Py_None);
+    if (here == NULL)
+        Py_RETURN_NONE;
+    pc_window_lend(&self->host, rank);
+    return PyMemoryView_FromMemory((char *)here, nbytes, PyBUF_WRITE);
+}
+
+static PyObject *host_has_arena(pc_host_object *self, PyObject *unused) {
+    (void)unused;
+    pc_host *host = &self->host;
+    return PyBool_FromLong(atomic_load(&pc_host_record(host, host->rank)->arena) != 0);
 }
 
 static PyMethodDef host_methods[] = {
+    {"has_arena", (PyCFunction)host_has_arena, METH_NOARGS,
+     "Whether the arrays of this process lie in this memory, and not in another world's."},
     {"window", (PyCFunction)host_window, METH_VARARGS,
      "Bytes in the arena of a rank, as they are mapped here."},
     {"sleep", (PyCFunction)host_sleep, METH_NOARGS,
