@@ -18,7 +18,8 @@ class Interrupts:
     """Holds KeyboardInterrupt back while the main thread is busy in an engine.
 
     A second one that comes before the first was raised is not held back: a reduction operator that
-    never returns can be interrupted. A handler that the program sets itself is left alone.
+    never returns can be interrupted. A handler that the program sets itself is left alone. The
+    engines of several worlds have one handler together.
 
     Args:
         wake: makes the main thread call `check` soon, wherever it waits; called by the handler.
@@ -32,15 +33,21 @@ class Interrupts:
 
     def install(self) -> None:
         """Take the place of Python's own handler, if that is the one in place."""
+        _installed.append(self)
         if (
             threading.get_ident() == self._main
             and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         ):
-            signal.signal(signal.SIGINT, self._handle)
+            signal.signal(signal.SIGINT, _handle)
 
     def uninstall(self) -> None:
-        """Put Python's own handler back."""
-        if threading.get_ident() == self._main and signal.getsignal(signal.SIGINT) == self._handle:
+        """Put Python's own handler back, if this was the last one."""
+        _installed.remove(self)
+        if (
+            not _installed
+            and threading.get_ident() == self._main
+            and signal.getsignal(signal.SIGINT) is _handle
+        ):
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def hold(self) -> bool:
@@ -68,10 +75,17 @@ class Interrupts:
             self._pending = False
             raise KeyboardInterrupt
 
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self._busy and not self._pending:
-            self._pending = True
-            self._wake()
-        else:
-            self._pending = False
-            signal.default_int_handler(signum, frame)
+
+_installed: list[Interrupts] = []
+
+
+def _handle(signum: int, frame: FrameType | None) -> None:
+    # The newest: an operator that one world calls may be in a call of another.
+    busy = next((one for one in reversed(_installed) if one._busy), None)
+    holds_back = busy is not None and not busy._pending
+    for one in _installed:
+        one._pending = one is busy and holds_back
+    if busy is None or not holds_back:
+        signal.default_int_handler(signum, frame)
+    else:
+        busy._wake()

@@ -59,6 +59,27 @@ def test_a_second_interrupt_is_not_held_back(interrupts: Interrupts) -> None:
     interrupts.release()  # it was raised; the first is not raised again
 
 
+def test_of_engines_of_several_worlds_that_one_holds_back_that_is_busy(
+    interrupts: Interrupts,
+) -> None:
+    rung: list[int] = []
+    other = Interrupts(lambda: rung.append(1))
+    other.install()
+    for busy, idle in (other, interrupts), (interrupts, other):
+        assert busy.hold()
+        signal.raise_signal(signal.SIGINT)
+        idle.check()
+        with pytest.raises(KeyboardInterrupt):
+            busy.release()
+    assert (woken, rung) == ([1], [1])
+    other.uninstall()
+    assert interrupts.hold()
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.check()
+    interrupts.release()
+
+
 def test_other_threads_hold_nothing_back_and_raise_nothing(interrupts: Interrupts) -> None:
     held: list[bool] = []
     assert interrupts.hold()
