@@ -8,7 +8,6 @@ descriptors that a rank of pycoll-run inherits. From then on nothing is differen
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import os
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from pycoll._launcher import agent_socket, mpi_board
 from pycoll._launcher.agent_socket import Ticket
@@ -30,10 +29,13 @@ _NOTICE_S = 10.0  # between words on who is missing
 _PART = 0.9  # of a rank's time, for what its helpers wait for: then it still hears why not
 _MAX_S = 3600.0  # of select, which does not take math.inf
 _PAUSE_S = 0.01  # while another rank is about to open the door
+_OUTLAST_S = 10.0  # at the end of rank 0's process, for others to leave
 
 
 @contextlib.contextmanager
-def meeting(size: int, timeout: float, port: int = 0, key: bytes = b"") -> Iterator[Ticket]:
+def meeting(
+    size: int, timeout: float, port: int = 0, key: bytes = b"", until_left: bool = False
+) -> Iterator[Ticket]:
     """Start the process that lets the ranks meet. Leaving the block before they have, ends it.
 
     Args:
@@ -41,6 +43,7 @@ def meeting(size: int, timeout: float, port: int = 0, key: bytes = b"") -> Itera
         timeout: seconds for it to start.
         port: where it listens, on all addresses; 0: anywhere.
         key: the job's; b"": a new one.
+        until_left: it ends when all ranks have left; else when their processes have ended.
 
     Raises:
         BootstrapError: it cannot be started, or not listen there.
@@ -48,8 +51,12 @@ def meeting(size: int, timeout: float, port: int = 0, key: bytes = b"") -> Itera
     key = key or os.urandom(32)
     began = time.monotonic()
     deadline = began + timeout
-    numbers = map(str, (size, port, began + _PART * timeout))
+    numbers = map(str, (size, port, began + _PART * timeout, int(until_left)))
     command = [sys.executable, "-P", "-m", "pycoll._launcher.meeting", *numbers]
+    for ended in [one for one in _meetings if select.select([one.told], [], [], 0)[0]]:
+        with contextlib.suppress(ValueError):  # another thread has forgotten it
+            _meetings.remove(ended)
+            ended.told.close()
     process = _start(command, (), subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -68,28 +75,42 @@ def meeting(size: int, timeout: float, port: int = 0, key: bytes = b"") -> Itera
             raise BootstrapError(f"rank 0 cannot let the ranks of this job meet: {why}")
         yield Ticket(key, int(words[1]), words[2].split(",") if len(words) > 2 else [])
         stack.pop_all()
-        _meetings.append(told)
+        _meetings.append(_Meeting(told, until_left))
 
 
-_meetings: list[IO[bytes]] = []  # what the meeting of this rank says; its end is all that comes
+class _Meeting(NamedTuple):
+    """A meeting that this process, as rank 0, has started.
+
+    Attributes:
+        told: what it says; its end is all that comes, when the others are gone.
+        until_left: see `meeting`.
+    """
+
+    told: IO[bytes]
+    until_left: bool
 
 
-def outlast() -> None:
-    """Let this process, if it is rank 0's, end after those of all others.
+_meetings: list[_Meeting] = []
+os.register_at_fork(after_in_child=_meetings.clear)
+
+
+def wait_for_others() -> None:
+    """Let this process, where it is rank 0's, end after those of all others.
 
     What is left when it has ended, the meeting too, is killed by many who start ranks: Slurm with
     the last task on a host, a container with its first process. If this rank fails, it need not
-    wait.
+    wait. A world that ranks may leave while their processes go on is not waited for so long.
     """
-    if _meetings:
-        atexit.register(_wait_for_end, _meetings.pop(), os.getpid())
-
-
-def _wait_for_end(told: IO[bytes], pid: int) -> None:
     # Where MPI runs, no process ends before all have come to MPI_Finalize, after this: to wait here
     # for their ends would be to wait for oneself.
-    if os.getpid() == pid and not mpi_board.is_running():
-        told.read()
+    waits = not mpi_board.is_running()
+    deadline = time.monotonic() + _OUTLAST_S
+    for told, until_left in _meetings:
+        if waits:
+            left = max(0.0, deadline - time.monotonic()) if until_left else None
+            select.select([told], [], [], left)
+        told.close()
+    _meetings.clear()
 
 
 def enter(ticket: Ticket, rank: int, size: int, timeout: float) -> dict[str, str]:

@@ -9,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import hmac
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
 
 from pycoll._launcher.slurm import expand
 from pycoll._rendezvous.wire import check_key
 from pycoll._support.ports import agreed_port, endpoint
 from pycoll.errors import BootstrapError
-
-if TYPE_CHECKING:
-    from pycoll._launcher.agent_socket import Ticket
 
 
 class _Launcher(NamedTuple):
@@ -92,19 +89,62 @@ def join(environ: Mapping[str, str], launched: Launched, timeout: float) -> dict
     if environ.get("PYCOLL_KEY"):
         where, key = _agreed_meeting(environ, launched)
         return join_at(where, key, launched.rank, launched.size, timeout)
-    from pycoll._launcher import entering  # not sooner: it takes long
-
     deadline = time.monotonic() + timeout
     try:
         board = _board(environ, launched)
-        with _meeting(board, launched, deadline) as ticket:
-            left = deadline - time.monotonic()
-            return entering.enter(ticket, launched.rank, launched.size, left)
+
+        def share(text: str | None) -> str:
+            return board.share(text or "", max(0.0, deadline - time.monotonic()))
+
+        return join_by(share, launched.rank, launched.size, timeout)
     except OSError as exc:
         raise BootstrapError(
             f"rank {launched.rank} of {launched.size}, started by {launched.who}, cannot join its "
             f"job: {exc}"
         ) from exc
+
+
+def join_by(
+    share: Callable[[str | None], str],
+    rank: int,
+    size: int,
+    timeout: float,
+    until_left: bool = False,
+) -> dict[str, str]:
+    """Come into a job whose ranks have something to tell each other by; rank 0 opens its meeting.
+
+    Args:
+        share: takes rank 0's text there, and None on the others, and returns it there.
+        rank, size: this rank, and how many there are.
+        timeout: seconds to wait for all others, and for `share`.
+        until_left: the ranks' processes may go on when they have left.
+
+    Returns:
+        The variables that pycoll-run would have set.
+
+    Raises:
+        BootstrapError: the ranks did not meet; what `share` raises.
+        OSError: what is needed is not given.
+    """
+    from pycoll._launcher import entering  # not sooner: it takes long
+    from pycoll._launcher.agent_socket import Ticket
+
+    deadline = time.monotonic() + timeout
+    with contextlib.ExitStack() as stack:
+        if rank:
+            text = share(None)
+            if text.startswith("!"):
+                raise BootstrapError(text[1:])
+            ticket = Ticket.read(text)
+        else:
+            opened = entering.meeting(size, timeout, until_left=until_left)
+            try:
+                ticket = stack.enter_context(opened)
+            except (BootstrapError, OSError) as exc:
+                share(f"!{exc}")  # the others wait for it
+                raise
+            share(ticket.text())
+        return entering.enter(ticket, rank, size, max(0.0, deadline - time.monotonic()))
 
 
 def join_at(rendezvous: str, key: str, rank: int, size: int, timeout: float) -> dict[str, str]:
@@ -184,30 +224,6 @@ def _agreed_meeting(environ: Mapping[str, str], launched: Launched) -> tuple[str
             "(tcp://HOST:PORT of rank 0), PYCOLL_RANK and PYCOLL_SIZE; or unset PYCOLL_KEY"
         )
     return endpoint(host, agreed_port(key)), key.hex()
-
-
-@contextlib.contextmanager
-def _meeting(board: Board, launched: Launched, deadline: float) -> Iterator[Ticket]:
-    from pycoll._launcher import entering
-    from pycoll._launcher.agent_socket import Ticket
-
-    def left() -> float:
-        return max(0.0, deadline - time.monotonic())
-
-    if launched.rank:
-        text = board.share("", left())
-        if text.startswith("!"):
-            raise BootstrapError(text[1:])
-        yield Ticket.read(text)
-        return
-    with contextlib.ExitStack() as stack:
-        try:
-            ticket = stack.enter_context(entering.meeting(launched.size, left()))
-        except (BootstrapError, OSError) as exc:
-            board.share(f"!{exc}", left())  # the others wait for it
-            raise
-        board.share(ticket.text(), left())
-        yield ticket
 
 
 def _board(environ: Mapping[str, str], launched: Launched) -> Board:

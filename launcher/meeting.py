@@ -1,11 +1,12 @@
 """Where the ranks meet that another launcher has started: pycoll-run's part, but it starts nothing.
 
-`python -m pycoll._launcher.meeting SIZE PORT DEADLINE`, which rank 0 starts (`entering`). It waits
-until the deadline, of time.monotonic(), for a port that is taken. Standard input has the key; that
-it ends before all ranks have come means that rank 0 has given up. This process says where it
-listens, goes on in the background until all ranks have ended, and closes its standard output when
-all but rank 0 have. Agents come to it (`adopting`), and it does with them what `hosts` does with
-those that `pycoll-run` has started.
+`python -m pycoll._launcher.meeting SIZE PORT DEADLINE UNTIL_LEFT`, which rank 0 starts
+(`entering`). It waits until the deadline, of time.monotonic(), for a port that is taken. Standard
+input has the key; that it ends before all ranks have come means that rank 0 has given up. This
+process says where it listens, goes on in the background until all ranks have ended, and closes its
+standard output when all but rank 0 have. UNTIL_LEFT is 1 in a world of `pycoll.join`: there a rank
+that leaves counts as one that has ended, because its process may go on for long. Agents come to it
+(`adopting`), and it does with them what `hosts` does with those that `pycoll-run` has started.
 """
 
 from __future__ import annotations
@@ -50,10 +51,13 @@ class Meeting:
         size: number of ranks.
         key: the job's.
         listener: where agents come; it becomes its own.
+        until_left: a rank that has left counts as one that has ended.
     """
 
-    def __init__(self, size: int, key: bytes, listener: socket.socket) -> None:
-        self._size, self._key = size, key
+    def __init__(
+        self, size: int, key: bytes, listener: socket.socket, until_left: bool = False
+    ) -> None:
+        self._size, self._key, self._until_left = size, key, until_left
         self._job = os.urandom(16).hex()
         self._stack = contextlib.ExitStack()
         self._selector = self._stack.enter_context(selectors.DefaultSelector())
@@ -95,7 +99,7 @@ class Meeting:
             self._selector.register(self._router.fileno(), selectors.EVENT_READ, self._hear)
             self._selector.register(self._server.fileno(), selectors.EVENT_READ, _nothing)
             self._dismiss()  # where it is alone
-            while len(self._ended) < self._size and not self._why and not signals:
+            while len(self._over) < self._size and not self._why and not signals:
                 wake = self._act(time.monotonic())
                 if self._listen():
                     continue
@@ -103,6 +107,11 @@ class Meeting:
                     key.data()
             self._sweep()
         return 1 if self._why else 0
+
+    @property
+    def _over(self) -> set[int]:
+        """The ranks for which nothing is to be done any more."""
+        return self._ended | self._left if self._until_left else self._ended
 
     def _act(self, now: float) -> float:
         wake = [now + 1.0, self._watch.update(now)]
@@ -144,6 +153,7 @@ class Meeting:
             self._of[rank].watch_joined(rank, int(notice.fields["pid"]))
         elif notice.kind == "left":
             self._left.add(rank)
+            self._dismiss()
         elif notice.kind == "abort":
             # It ends by itself, with its own status: the signal is for the others.
             self._aborter = rank
@@ -267,7 +277,7 @@ class Meeting:
 
     def _dismiss(self) -> None:
         """When all others have ended, let rank 0 end, which waits for that (`entering`)."""
-        if len(self._ended - {0}) == self._size - 1:
+        if len(self._over - {0}) == self._size - 1:
             self._release()
 
     def _release(self) -> None:
@@ -346,7 +356,7 @@ def _nothing() -> None:
     """What is readable is read by the loop."""
 
 
-def main(size: str, port: str, deadline: str) -> int:
+def main(size: str, port: str, deadline: str, until_left: str) -> int:
     """Listen, say where, and serve the job in the background."""
     key = bytes.fromhex(sys.stdin.readline())
     if os.fork():
@@ -354,7 +364,7 @@ def main(size: str, port: str, deadline: str) -> int:
     outlive_signals()
     try:
         listener = _listen(int(port), float(deadline))
-        meeting = Meeting(int(size), key, listener)
+        meeting = Meeting(int(size), key, listener, until_left == "1")
     except OSError as exc:
         print(f"cannot listen at port {port}: {exc.strerror or exc}", flush=True)
         return 1

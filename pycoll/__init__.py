@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
     from pycoll._runtime.shared_arrays import empty, empty_like, share_arrays, zeros
     from pycoll._support.environment import usable_cores
+    from pycoll._world.joining import join
     from pycoll._world.session import finalize, init
 
 __version__ = "0.1.0"
@@ -79,6 +80,7 @@ __all__ = [
     "empty_like",
     "finalize",
     "init",
+    "join",
     "prove",
     "register_algorithm",
     "run",
@@ -111,6 +113,7 @@ _HOMES = {
     "empty_like": "pycoll._runtime.shared_arrays",
     "finalize": "pycoll._world.session",
     "init": "pycoll._world.session",
+    "join": "pycoll._world.joining",
     "prove": "pycoll._registration",
     "register_algorithm": "pycoll._registration",
     "run": "pycoll._functions.function",

@@ -343,6 +343,8 @@ def _wait_for(
     engine = pending[0]._group.engine
     seconds = pending[0]._seconds(timeout)
     tasks = [request._started() for request in pending]  # which may take the engine's lock
+    if any(request._group.engine is not engine for request in pending):
+        return _wait_in_worlds(what, pending, tasks, needed, seconds)
     with engine.locked():
         waiting = list(dict.fromkeys(task for task in tasks if not task.done))
         needed = min(needed - sum(task.done for task in tasks), len(waiting))
@@ -357,3 +359,39 @@ def _wait_for(
         if not several.done:
             with engine.locked():
                 several.forget()
+
+
+def _wait_in_worlds(
+    what: str,
+    pending: Sequence[Request[Any]],
+    tasks: Sequence[Started],
+    needed: int,
+    seconds: float,
+) -> None:
+    """The same for requests of several worlds: each goes on by itself."""
+    ended = threading.Semaphore(0)
+
+    def tell(task: Started) -> None:
+        ended.release()
+
+    deadline = time.monotonic() + min(seconds, threading.TIMEOUT_MAX)
+    try:
+        for request, task in zip(pending, tasks, strict=True):
+            with request._group.engine.locked():
+                if task.done:
+                    tell(task)
+                else:
+                    task.watchers[tell] = None
+        for _ in range(needed):
+            if any(map(_is_failed, tasks)):
+                return
+            if not ended.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                late = next(index for index, task in enumerate(tasks) if not task.done)
+                engine = pending[late]._group.engine
+                first = tasks[late].call
+                text = f"{what} of {len(tasks)} requests of several worlds, of which {first}"
+                with engine.locked():
+                    raise engine.timeout(Call(text, -1, first.context))
+    finally:
+        for task in tasks:
+            task.watchers.pop(tell, None)

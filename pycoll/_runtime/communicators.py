@@ -179,7 +179,7 @@ class Communicators(Driver):
         """Make the communicator of a call that ends with `error` unusable on all its ranks."""
         if call.context.broken is not None:
             return
-        self._note(error)
+        self.note(error)
         shown = error
         if not isinstance(error, MismatchError | OperationTimeout | PeerFailed):
             shown = PeerFailed(self.rank, f"gave up {call.short} ({_told(error)})")
@@ -231,7 +231,7 @@ class Communicators(Driver):
     def _found_different(self, context: Context, error: MismatchError) -> None:
         unheard = not self._is_waited_in(context)
         if context.broken is None:
-            self._note(error)
+            self.note(error)
             self.break_context(context, error)
         context.unheard = unheard
 
@@ -261,7 +261,7 @@ class Communicators(Driver):
         unheard, context.unheard = context.unheard, False
         return context.broken if unheard and isinstance(context.broken, Error) else None
 
-    def _note(self, error: BaseException) -> None:
+    def note(self, error: BaseException) -> None:
         """Remember the first error: who needs this rank when it has left shall know."""
         self._first_error = self._first_error or _in_a_line(_told(error))
 
@@ -337,7 +337,7 @@ class Communicators(Driver):
             ident, error = fields["context"], _broken_error(fields)
             context = self.contexts.get(ident)
             if context is not None:
-                self._note(error)
+                self.note(error)
                 if isinstance(error, MismatchError) and context.broken is None:
                     context.unheard = not self._is_waited_in(context)
                 context.fail(error)

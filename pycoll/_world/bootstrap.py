@@ -20,7 +20,7 @@ from pycoll._support.ports import endpoint
 from pycoll._transports import network
 from pycoll._transports._core import with_default_floats
 from pycoll._transports.base import Transport
-from pycoll._transports.shm import open_host
+from pycoll._transports.shm import give_back, open_host
 from pycoll.errors import BootstrapError, TransportError
 
 if TYPE_CHECKING:
@@ -32,8 +32,9 @@ from pycoll._world.placement import JobPlacement
 def join(place: JobPlacement, timeout: float, chosen: str, op_timeout: float) -> Engine:
     """Meet the others and return the engine that talks to them."""
     if not place.rendezvous:
-        agreed.settle(agreed.agree([{"node": place.node, **agreed.said(os.environ, place.rank)}]))
-        return _alone(place.rank, op_timeout)
+        engine = _alone(place.rank, op_timeout)
+        engine.agreed = agreed.agree([{"node": place.node, **agreed.said(os.environ, place.rank)}])
+        return engine
     try:
         control = Client(
             place.rendezvous,
@@ -58,10 +59,11 @@ def join(place: JobPlacement, timeout: float, chosen: str, op_timeout: float) ->
             transport.close(0.0)
         control.close(1.0)
         raise
-    engine.hosts = bootstrap.hosts
-    engine.has_helpers = "PYCOLL_JOB" not in os.environ
-    if engine.has_helpers:  # processes that this one starts have what its launcher has set, too
-        os.environ["PYCOLL_PARENT"] = f"{place.rank}:{os.getpid()}"
+    finally:
+        if place.is_adopted:
+            give_back(place.memory)
+    engine.hosts, engine.agreed = bootstrap.hosts, bootstrap.agreed
+    engine.has_helpers = place.is_adopted
     bootstrap.start(engine)
     return engine
 
@@ -98,6 +100,7 @@ class Bootstrap:
         shared_memory: this host's; None: `no_shared_memory` says why not.
         core: moves all messages.
         hosts: by rank the number of its host.
+        agreed: what all go by.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class Bootstrap:
                 own["rdma"] = self._rdma.address()
         deadline = time.monotonic() + timeout
         self._infos: Sequence[dict[str, Any]] = control.join(own, timeout)
-        agreed.settle(with_default_floats(agreed.agree, self._infos))
+        self.agreed = with_default_floats(agreed.agree, self._infos)
         self.hosts = nodes = tuple(info["node"] for info in self._infos)
         sharing = ["shm" in info for info in self._infos]
         needs_network = self._needs_network(all(sharing))
@@ -155,7 +158,7 @@ class Bootstrap:
             ]
             # zmq encrypts between real hosts also when nobody has asked for that.
             if place.rank == 0 and place.addresses and name != network.ZMQ:
-                self._tell_unencrypted(control)
+                self._tell_unencrypted(place, control)
 
     def _settle_shared_memory(self, place: JobPlacement, sharing: Sequence[bool]) -> None:
         """Give up this host's memory if not all its ranks use it, or there is one only."""
@@ -186,7 +189,9 @@ class Bootstrap:
         if listens:
             from pycoll._transports.core_tcp import TcpNetwork
 
-            net = TcpNetwork(place.key, network.listening_at(place.addresses), _lanes())
+            table = self.agreed.table
+            lanes = network.lanes(os.environ, 1 if table is None else table.lanes)
+            net = TcpNetwork(place.key, network.listening_at(place.addresses), lanes)
         outside = {}
         for rank in range(place.size):
             transport = self._outside(rank)
@@ -201,9 +206,9 @@ class Bootstrap:
             return None
         return self._network_to(rank)
 
-    def _tell_unencrypted(self, control: Client) -> None:
+    def _tell_unencrypted(self, place: JobPlacement, control: Client) -> None:
         """Have the launcher tell the user, if the network connects hosts."""
-        if "PYCOLL_JOB" in os.environ and self._is_between_hosts():
+        if not place.is_adopted and self._is_between_hosts():
             control.post("unencrypted")
 
     def _is_between_hosts(self) -> bool:
@@ -249,11 +254,6 @@ class Bootstrap:
         engine.admit()
 
 
-def _lanes() -> int:
-    table = agreed.current().table
-    return network.lanes(os.environ, 1 if table is None else table.lanes)
-
-
 def _open_shared_memory(place: JobPlacement, chosen: str) -> tuple[SharedMemory, int] | str:
     """Open the shared memory of this host; returns it and this rank's doorbell, or why not.
 
@@ -262,7 +262,9 @@ def _open_shared_memory(place: JobPlacement, chosen: str) -> tuple[SharedMemory,
     """
     if chosen in (*network.NETWORKS, "rdma"):
         return f"the transport is {chosen}"
-    found = open_host({"PYCOLL_SHM": place.memory}, place.local_rank, place.local_size)
+    found = open_host(
+        {"PYCOLL_SHM": place.memory}, place.local_rank, place.local_size, place.is_adopted
+    )
     if chosen == "shm":
         if isinstance(found, str):
             raise TransportError(f"shm: {found}; use --transport auto")

@@ -15,7 +15,11 @@ from pycoll.errors import BootstrapError
 
 
 class JobPlacement(NamedTuple):
-    """This process's place in its job, from the environment."""
+    """This process's place in its job, from the environment.
+
+    Attributes:
+        is_adopted: pycoll-run has not started it.
+    """
 
     rank: int = 0
     size: int = 1
@@ -28,6 +32,7 @@ class JobPlacement(NamedTuple):
     addresses: Mapping[int, str] = MappingProxyType({})
     link: str = ""
     memory: str = ""
+    is_adopted: bool = False
 
 
 _NEEDED = ("PYCOLL_RANK", "PYCOLL_SIZE", "PYCOLL_RENDEZVOUS", "PYCOLL_KEY")

@@ -1,9 +1,13 @@
-"""Joining a job and leaving it: `init`, `finalize`, and the end of the process."""
+"""The world that is the job, and the end of them all: `init`, `finalize`, the end of the process.
+
+Worlds of `pycoll.join` (`joining`) are entered in `joined` while they are open.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import math
 import os
 import sys
@@ -29,7 +33,7 @@ from pycoll._support.public_edge import edge
 from pycoll._support.wording import a_kind
 from pycoll._transports import network
 from pycoll._world.bootstrap import cannot_join, join
-from pycoll._world.placement import environment, read_place
+from pycoll._world.placement import JobPlacement, environment, read_place
 from pycoll.errors import BootstrapError, Error, PeerFailed, Revoked, TransportError
 
 if TYPE_CHECKING:
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 WORLD_IDENT = 1
 CLOSE_TIMEOUT_S = 5.0
 FINALIZED = "pycoll.finalize() was called: this process cannot communicate any more"
+LEFT_ALL = "pycoll.finalize() was called: this process has left the world of this communicator"
 LEFT_THE_BLOCK = (
     "the `with pycoll.init()` block has ended: this process cannot communicate any more. Put all "
     "that does into one block, or write comm = pycoll.init()"
@@ -49,7 +54,7 @@ FORKED = (
 
 
 class _Session:
-    """The one job a process can be in."""
+    """The one job that a process is started in."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -62,6 +67,9 @@ class _Session:
 
 
 _session = _Session()
+
+joined: dict[Engine, None] = {}
+"""The open worlds of `pycoll.join`, the oldest first."""
 
 
 class WorldCommunicator(Communicator, shown_as="Communicator"):
@@ -108,7 +116,7 @@ def init(
         if _session.ended:
             again = ": restart the kernel to call it again" if "ipykernel" in sys.modules else ""
             raise Error(_session.ended + again)
-        _check_options(timeout, op_timeout, transport)
+        check_options(timeout, op_timeout, transport)
         if _session.comm is not None:
             default = (300.0, None, None)
             if options not in (default, _session.options):
@@ -118,32 +126,64 @@ def init(
                 )
             return _session.comm
         deadline = _op_timeout(op_timeout)
-        chosen = transport or os.environ.get("PYCOLL_TRANSPORT") or "auto"
-        if chosen != "auto":
-            if encrypts(os.environ) and (reason := network.why_not_encrypted(chosen)):
-                raise TransportError(reason)
-            transports.check(chosen)
+        chosen = check_transport(transport or os.environ.get("PYCOLL_TRANSPORT"))
         began = time.monotonic()
         environ = environment(timeout)
         place = read_place(environ)
+        if place.rendezvous and not os.environ.get("PYCOLL_JOB"):
+            place = place._replace(is_adopted=True)
         timeout = max(0.0, timeout - (time.monotonic() - began))
         _share_arrays(environ)
-        try:
-            engine = join(place, timeout, chosen, deadline)
-        except OSError as exc:
-            raise cannot_join(place.rank, exc) from exc
-        tracer = _tracer(environ)
-        world = World(engine, place.local_rank, place.local_size, place.node, deadline, tracer)
-        with engine.locked():
-            group = Group(engine, WORLD_IDENT, range(place.size))
-        _session.engine = engine
+        world = open_world(place, timeout, chosen, deadline, _tracer(environ))
+        if place.is_adopted:  # processes that this one starts have what its launcher has set, too
+            os.environ["PYCOLL_PARENT"] = f"{place.rank}:{os.getpid()}"
+        _session.engine = world.engine
         _session.options = options
-        _session.comm = WorldCommunicator(world, group)
-        if (entering := sys.modules.get("pycoll._launcher.entering")) is not None:
-            entering.outlast()  # registered first, it comes last
-        _install_hooks()
-        engine.interrupts.install()
+        _session.comm = WorldCommunicator(world, open_group(world, place.size, "world"))
         return _session.comm
+
+
+def check_transport(name: str | None) -> str:
+    """Return the transport that a world is to use.
+
+    Raises:
+        TransportError: it cannot be used here.
+    """
+    chosen = name or "auto"
+    if chosen != "auto":
+        if encrypts(os.environ) and (reason := network.why_not_encrypted(chosen)):
+            raise TransportError(reason)
+        transports.check(chosen)
+    return chosen
+
+
+def open_world(
+    place: JobPlacement,
+    timeout: float,
+    chosen: str,
+    op_timeout: float,
+    tracer: Tracer | None = None,
+) -> World:
+    """Meet the other ranks of a world, and see to the end of the process.
+
+    Raises:
+        BootstrapError: they did not meet.
+        TransportError: the transport cannot be used.
+    """
+    try:
+        engine = join(place, timeout, chosen, op_timeout)
+    except OSError as exc:
+        raise cannot_join(place.rank, exc) from exc
+    with _installing:
+        _install_hooks()
+    engine.interrupts.install()
+    return World(engine, place.local_rank, place.local_size, place.node, op_timeout, tracer)
+
+
+def open_group(world: World, size: int, name: str) -> Group:
+    """Return all ranks of a world."""
+    with world.engine.locked():
+        return Group(world.engine, WORLD_IDENT, range(size), name)
 
 
 def _tracer(environ: Mapping[str, str]) -> Tracer | None:
@@ -173,16 +213,41 @@ def _share_arrays(environ: Mapping[str, str]) -> None:
 
 
 def finalize() -> None:
-    """Leave the job. Not collective; may be called again.
+    """Leave the job, and all worlds of `pycoll.join`. Not collective; may be called again.
 
     What was accepted for sending is delivered, for at most 5 s. The end of the interpreter does
-    the same.
+    the same. `pycoll.join` may be called afterwards, `pycoll.init` may not.
 
     Raises:
         MismatchError: another rank has made another call than this one, as can be seen by now, and
             no call after it has told so.
     """
-    _leave(FINALIZED, compare=True)
+    _leave_all(compare=True)
+
+
+def _leave_all(compare: bool) -> None:
+    found = [leave_joined(engine, LEFT_ALL) for engine in list(joined)]
+    _leave(FINALIZED, compare)
+    error = next(filter(None, found), None)
+    if error is not None and compare:
+        raise error
+
+
+def leave_joined(engine: Engine, why: str) -> Error | None:
+    """Leave a world of `pycoll.join`; returns how other ranks' calls differ from this one's.
+
+    Args:
+        engine: the world's.
+        why: what later calls say.
+    """
+    if joined.pop(engine, False) is False:
+        return None
+    error = engine.close(why, CLOSE_TIMEOUT_S)
+    if engine.control is not None:
+        engine.control.close(1.0)  # it is closed already, but if calls differ
+    engine.interrupts.uninstall()
+    engine.warn_of_kept_memory()
+    return error
 
 
 def _leave(why: str, compare: bool, keep_control: bool = False) -> None:
@@ -227,7 +292,8 @@ def _without_place() -> str:
     return f"{text} and were in ordinary memory"
 
 
-def _check_options(timeout: Any, op_timeout: Any, transport: Any) -> None:
+def check_options(timeout: Any, op_timeout: Any, transport: Any) -> None:
+    """Raise TypeError or ValueError if these cannot be what they are called."""
     if isinstance(timeout, str):
         raise TypeError(
             f"timeout is a number of seconds, not {timeout!r}. No backend is chosen here: ranks "
@@ -260,8 +326,13 @@ def _describe(options: tuple[object, ...]) -> str:
 # --- the end of the process ------------------------------------------------------------------
 
 
+_installing = threading.Lock()
+
+
+@functools.cache
 def _install_hooks() -> None:
-    atexit.register(_at_exit, os.getpid())
+    """See to the end of this process, and to its forks; once."""
+    atexit.register(_at_exit)
     os.register_at_fork(after_in_child=_after_fork)
     previous = sys.excepthook
 
@@ -302,37 +373,57 @@ def format_error(error: BaseException) -> str:
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-def _at_exit(pid: int) -> None:
-    if os.getpid() != pid:
-        return
+def _at_exit() -> None:
     try:
-        _leave(FINALIZED, compare=not _session.raised)
+        _leave_all(compare=not _session.raised)
     except Error as error:
         # Python's status is settled by now: the launcher is told, and makes it the job's.
         sys.excepthook(type(error), error.with_traceback(None), None)
         finalize()  # when these were the last words
+    if (entering := sys.modules.get("pycoll._launcher.entering")) is not None:
+        entering.wait_for_others()
 
 
 def _after_fork() -> None:
     _session.lock = threading.Lock()
     _session.ended = FORKED
-    if _session.engine is not None:
-        _session.engine.closed = FORKED  # the compiled core has found out by itself
+    engine, _session.engine, _session.last_words = _session.engine, None, None
+    for each in (engine, *joined):
+        if each is not None:
+            each.closed = FORKED  # the compiled core has found out by itself
+    joined.clear()
 
 
 def _report_exception(error: BaseException, text: str) -> None:
-    """Tell the launcher, and so the other ranks, that this one raised."""
-    engine, control = _session.engine, _session.last_words
-    if engine is not None and engine.closed is None:
-        control = engine.control
-    if control is None:
-        return
-    with contextlib.suppress(Exception), engine.locked() if engine else contextlib.nullcontext():
-        control.post(
-            "raised",
-            error=type(error).__name__,
-            text=text,
-            peer_failed=isinstance(error, PeerFailed | NoVerdict | Revoked),
-            needed=error.rank if isinstance(error, PeerFailed) else -1,
-            why=str(error).partition("\n")[0] if isinstance(error, PeerFailed) else "",
-        )
+    """Tell the launchers, and so the other ranks, that this one raised."""
+    for engine in (_session.engine, *joined):
+        if engine is not None and engine.closed is None and engine.control is not None:
+            with contextlib.suppress(Exception), engine.locked():
+                _post_exception(engine.control, error, text, _is_of(engine, error))
+    if _session.last_words is not None:
+        with contextlib.suppress(Exception):
+            _post_exception(_session.last_words, error, text, True)
+
+
+def _is_of(engine: Engine, error: BaseException) -> bool:
+    """Whether a rank that has failed, or is lost, is one of this world."""
+    if not joined or not isinstance(error, PeerFailed):
+        return True
+    return error.rank in engine.membership.departed()
+
+
+def _post_exception(control: Client, error: BaseException, text: str, is_of: bool) -> None:
+    """Tell a launcher that this rank raised.
+
+    Args:
+        is_of: what the error says of other ranks is of this launcher's.
+    """
+    needed = error if is_of and isinstance(error, PeerFailed) else None
+    control.post(
+        "raised",
+        error=type(error).__name__,
+        text=text,
+        peer_failed=is_of and isinstance(error, PeerFailed | NoVerdict | Revoked),
+        needed=needed.rank if needed else -1,
+        why=str(needed).partition("\n")[0] if needed else "",
+    )
