@@ -152,6 +152,7 @@ class Receive:
     def give_up(self) -> bool: ...
 
 class Context:
+    op_timeout: float
     messages_usable: bool
     collectives_usable: bool
     def __new__(
@@ -267,7 +268,6 @@ class Collectives:
         type: type[Collective],
         planner: Callable[[int, int, Any, int, int, Any, str | None], CompiledPlan | None],
         finish: Callable[[Any, float], None],
-        op_timeout: float,
         slow: Callable[[str], Callable[..., Any]],
         /,
     ) -> Collectives: ...
@@ -337,7 +337,6 @@ class Messages:
         both: type,
         status: type,
         values: tuple[Callable[..., Any], ...],
-        op_timeout: float,
         slow: Callable[[str], Callable[..., Any]],
         /,
     ) -> Messages: ...
@@ -369,13 +368,13 @@ class SharedCollectives:
 
 class Comm:
     asks: bool
+    op_timeout: float
     def __new__(
         cls,
         host: MappedHost,
         ident: int,
         rank: int,
         ranks: Sequence[int],
-        op_timeout: float,
         sleep: Callable[[tuple[Any, ...], int, float, int], bool],
         mismatch: Callable[..., None],
         give_up: Callable[[BaseException], None],

@@ -105,6 +105,7 @@ class Group:
         self._selector: Selector | None = None
         self._generation = 0
         self.shm = self._open_shm()
+        self.op_timeout = engine.op_timeout
         engine.close_when_dropped(self.context, self)
 
     def _open_shm(self) -> ShmComm | None:
@@ -132,6 +133,18 @@ class Group:
     def name(self) -> str:
         """What messages call it."""
         return self.context.name
+
+    @property
+    def op_timeout(self) -> float:
+        """Default deadline of an operation, seconds; math.inf: none."""
+        return self._op_timeout
+
+    @op_timeout.setter
+    def op_timeout(self, seconds: float) -> None:
+        self._op_timeout = seconds
+        self.context.core.op_timeout = seconds
+        if self.shm is not None:
+            self.shm.core.op_timeout = seconds
 
     @property
     def number(self) -> int:

@@ -78,7 +78,6 @@ class ShmComm:
             context.ident,
             context.members.index(engine.rank),
             [memory.ranks.index(rank) for rank in context.members],
-            engine.op_timeout,
             _weakly(self._sleep),
             _weakly(self._mismatch),
             _weakly(self._give_up),

@@ -140,7 +140,9 @@ def child(group: Group, how: str, ranks: Sequence[int], name: str) -> Group:
     seed = f"{group.context.ident}:{how}:{','.join(map(str, members))}"
     digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
     ident = int.from_bytes(digest, "little") >> 2 | 1 << 61
-    return Group(group.engine, ident, members, name)
+    made = Group(group.engine, ident, members, name)
+    made.op_timeout = group.op_timeout
+    return made
 
 
 # --- arguments -------------------------------------------------------------------------------

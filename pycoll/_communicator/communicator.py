@@ -6,6 +6,7 @@ count, and may be repeated. What ranks get wrong together is found by the calls 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -21,7 +22,7 @@ from pycoll._requests.nonblocking import NonBlocking, Persistent
 from pycoll._runtime.engine import Engine
 from pycoll._support.foreign_names import ABSENT_FROM_COMMUNICATORS, OF_COMMUNICATORS, Hinting
 from pycoll._support.lazy_import import LazyModule
-from pycoll._support.public_edge import edges, public
+from pycoll._support.public_edge import edge, edges, public
 from pycoll.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from pycoll._communicator import grid as grids
     from pycoll._communicator.grid import Grid
     from pycoll._communicator.tracing import Tracer
-    from pycoll._runtime import counters, shared_arrays
+    from pycoll._runtime import counters
     from pycoll._runtime.counters import Counters
 else:  # a program that only calls barrier() imports no NumPy
     arguments, grids = (
@@ -44,14 +45,11 @@ else:  # a program that only calls barrier() imports no NumPy
         LazyModule("pycoll._calls.explain"),
         LazyModule("pycoll._calls.message_steps"),
     )
-    counters, shared_arrays = (
-        LazyModule("pycoll._runtime.counters"),
-        LazyModule("pycoll._runtime.shared_arrays"),
-    )
+    counters = LazyModule("pycoll._runtime.counters")
 
 
 class World:
-    """What all communicators of a process share: its engine, its place, its defaults.
+    """What all communicators of a world share: its engine, and its place.
 
     Attributes:
         tracer: records what they do; None: nobody has asked for that.
@@ -63,7 +61,6 @@ class World:
         local_rank: int,
         local_size: int,
         node: int,
-        op_timeout: float,
         tracer: Tracer | None = None,
     ) -> None:
         self.tracer = tracer
@@ -71,7 +68,6 @@ class World:
         self.local_rank = local_rank
         self.local_size = local_size
         self.node = node
-        self.op_timeout = op_timeout
 
 
 _IN_CORE = {
@@ -102,8 +98,8 @@ class Communicator(
     collective all ranks make the same call; where one splits or stacks, the leading axis is the
     rank axis.
 
-    Every blocking method takes `timeout`, seconds; None: the default of `pycoll.init`, math.inf:
-    none. An array passed in may be changed as soon as the method returns.
+    Every blocking method takes `timeout`, seconds; None: `op_timeout`, math.inf: none. An array
+    passed in may be changed as soon as the method returns.
 
     Every collective and `send`, `recv` and `sendrecv` have a twin with an ``i`` in front of the
     name, which starts the call and returns a `Request`; the arguments are the same, without
@@ -120,12 +116,12 @@ class Communicator(
         node: number of this host, from 0.
         members: the ranks that it has, as ranks of the world, in the order of ranks here.
         name: what messages call it.
+        op_timeout: default deadline of its operations, seconds; may be set.
     """
 
     def __init__(self, world: World, group: Group) -> None:
         self._world = world
         self._group = group
-        self._op_timeout = world.op_timeout
         self._calls = Calls(group, blocking=True)
         self._nonblocking_calls = Calls(group, blocking=False)
         self._makings = subgroups.Makings()
@@ -162,12 +158,12 @@ class Communicator(
     def _methods_in_core(self) -> dict[str, Any]:
         from pycoll._requests import core_collectives, core_requests
 
-        group, slow, op_timeout = self._group, self._in_python, self._op_timeout
+        group, slow = self._group, self._in_python
         context: Any = group.context
-        messages = core_requests.messages_of(group, context, slow, op_timeout)
+        messages = core_requests.messages_of(group, context, slow)
         context.core.messages_usable = True
         calls = self._nonblocking_calls, self._calls
-        collectives = core_collectives.collectives_of(group, context, calls, slow, op_timeout)
+        collectives = core_collectives.collectives_of(group, context, calls, slow)
         context.core.collectives_usable = True
         methods = {name: getattr(messages, name) for name in core_requests.NAMES}
         names = core_collectives.NONBLOCKING + KINDS
@@ -213,6 +209,27 @@ class Communicator(
     def name(self) -> str:
         """What messages call it: "world", or as it was named when it was made."""
         return self._group.name
+
+    @property
+    def op_timeout(self) -> float:
+        """Default deadline of every operation on this communicator, seconds; math.inf: none.
+
+        It may be set, to None for none, too: for the operations, and the waits for requests, that
+        begin from then on. Communicators made from this one begin with its value. At first it is
+        that of `pycoll.init` or `join`, or of `pycoll-run --op-timeout`. Ranks need not agree.
+
+        Raises:
+            TypeError, ValueError: set to what is no number of seconds.
+        """
+        return self._group.op_timeout
+
+    @op_timeout.setter
+    @edge
+    def op_timeout(self, seconds: float | None) -> None:
+        none = seconds is None
+        self._group.op_timeout = (
+            math.inf if none else arguments.check_timeout(seconds, "op_timeout")
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a communicator cannot be pickled: take what you need of it, as comm.rank")
@@ -264,7 +281,7 @@ class Communicator(
     @property
     def persistent(self) -> Persistent:
         """Makes requests to start again and again: ``comm.persistent.all_reduce(x, out=y)``."""
-        return Persistent(self._group, self._nonblocking_calls, self._op_timeout, self._fast)
+        return Persistent(self._group, self._nonblocking_calls, self._fast)
 
     # --- communicators ---------------------------------------------------------------------
 
@@ -410,32 +427,9 @@ class Communicator(
         Raises:
             ValueError: on all ranks: an `x` does not lie in shared memory, or is no array.
         """
-        from pycoll._calls.call_plan import Route
-        from pycoll._calls.object_plans import AllGatherPlan
+        from pycoll._communicator import sharing
 
-        group = self._group
-        if group.size > 1 and group.shm is None:
-            raise ValueError(
-                "share(): these ranks do not share memory; comm.split_by_host() gives those of "
-                "one host, which do"
-            )
-        memory = group.engine.shared_memory
-        host = memory.host if memory is not None else None
-        own, said = shared_arrays.expose(x, group.rank, group.size, host)
-        all_said = self._run(AllGatherPlan(group, "share()", Route.MESSAGES, said), timeout)
-        for rank, other in enumerate(all_said):
-            if other.refused:
-                shared_arrays.take_back(own)
-                raise ValueError(f"rank {rank}: {other.refused}")
-        assert own is not None
-        found = []
-        for rank, other in enumerate(all_said):
-            if rank == group.rank or memory is None:
-                found.append(own)
-                continue
-            local = memory.ranks.index(group.members[rank])
-            found.append(shared_arrays.borrow(memory.host, local, other, group.rank, group.size))
-        return tuple(found)
+        return sharing.share(self._group, x, lambda plan: self._run(plan, timeout))
 
     def explain(
         self,

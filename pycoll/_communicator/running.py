@@ -30,7 +30,6 @@ class Running:
     _group: Group
     _calls: Calls
     _nonblocking_calls: Calls
-    _op_timeout: float
     _levels: TwoLevel | None = None
 
     def _check_open(self) -> None:
@@ -104,5 +103,5 @@ class Running:
 
     def _seconds(self, timeout: float | None) -> float:
         if timeout is None:
-            return self._op_timeout
+            return self._group.op_timeout
         return arguments.check_timeout(timeout, "timeout")

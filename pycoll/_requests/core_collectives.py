@@ -436,7 +436,6 @@ def collectives_of(
     context: Context,
     calls: tuple[Calls, Calls],
     slow: Callable[[str], Callable[..., Any]],
-    op_timeout: float,
 ) -> Collectives:
     """Return the core's collectives of a communicator; `KINDS` and `NONBLOCKING` are its methods.
 
@@ -445,11 +444,8 @@ def collectives_of(
         context: what matches there.
         calls: what prepares its calls: those that do not block, then those that do.
         slow: returns the method of a name, to which goes what the core does not do.
-        op_timeout: its default deadline, seconds.
     """
     plans = CompiledPlans(group, calls)
-    owner = Owner(group, op_timeout, plans)
+    owner = Owner(group, plans)
     size, rank = group.size, group.rank
-    return Collectives(
-        context.core, size, rank, owner, CoreCollective, plans, finish, op_timeout, slow
-    )
+    return Collectives(context.core, size, rank, owner, CoreCollective, plans, finish, slow)

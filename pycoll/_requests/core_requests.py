@@ -248,11 +248,6 @@ class Both(_core.Both, Request[Any], shown_as="Request"):
         return group
 
     @property
-    def _op_timeout(self) -> float:  # type: ignore[override]
-        seconds: float = self._received._op_timeout
-        return seconds
-
-    @property
     def _task(self) -> Started:  # type: ignore[override]
         """What waits for both, for all that is done in Python: made when it is first needed.
 
@@ -297,7 +292,6 @@ class CorePersistent(_core.Persistent, PersistentRequest[Any], shown_as="Persist
     Args:
         group: the communicator's ranks.
         prepare: prepares the call, to find now what is wrong with its arguments.
-        op_timeout: the default deadline, seconds.
         begin: starts the call, with `args` and `keywords`.
     """
 
@@ -305,13 +299,11 @@ class CorePersistent(_core.Persistent, PersistentRequest[Any], shown_as="Persist
         self,
         group: Group,
         prepare: Callable[[], CallPlan[Any]],
-        op_timeout: float,
         begin: Callable[..., Request[Any]],
         args: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> None:
         self._group = group
-        self._op_timeout = op_timeout
         self._begin = functools.partial(begin, *args, **keywords)
         self._bind(begin, args, keywords)
         self._receives = prepare().receives
@@ -406,7 +398,6 @@ def messages_of(
     group: Group,
     context: Context,
     slow: Callable[[str], Callable[..., Any]],
-    op_timeout: float,
 ) -> Messages:
     """Return the core's messages of a communicator; `NAMES` are their methods.
 
@@ -416,9 +407,6 @@ def messages_of(
         slow: returns the method of a name, to which goes what the core does not do; of "finish"
             what waits for a request that takes long, of "finish_both" for a receive and a send;
             they return the result.
-        op_timeout: its default deadline, seconds.
     """
-    owner = Owner(group, op_timeout)
-    return Messages(
-        context.core, group.members, owner, CoreRequest, Both, Status, _VALUES, op_timeout, slow
-    )
+    owner = Owner(group)
+    return Messages(context.core, group.members, owner, CoreRequest, Both, Status, _VALUES, slow)

@@ -30,12 +30,10 @@ class Owner(NamedTuple):
 
     Attributes:
         group: its ranks.
-        op_timeout: the default deadline, seconds.
         plans: of its collectives.
     """
 
     group: Group
-    op_timeout: float
     plans: CompiledPlans | None = None
 
 
@@ -93,11 +91,6 @@ class CoreStarted(Request[Any]):
     def _group(self) -> Group:  # type: ignore[override]
         group: Group = self._from_core._owner.group
         return group
-
-    @property
-    def _op_timeout(self) -> float:  # type: ignore[override]
-        seconds: float = self._from_core._owner.op_timeout
-        return seconds
 
     @property
     def _call(self) -> Call:

@@ -23,7 +23,6 @@ class MessageOwner(Protocol):
     _group: Group
     _calls: Calls
     _nonblocking_calls: Calls
-    _op_timeout: float
 
     def _check_open(self) -> None: ...
 
@@ -78,7 +77,7 @@ class Message(Hinting, foreign=OF_MESSAGES, prefix="message."):
         owner = self._owner
         owner._check_open()
         plan = owner._nonblocking_calls.receive_held(self._status, self._held, out, status)
-        return Request(plan, owner._op_timeout)
+        return Request(plan)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Message cannot be pickled: receive it, and send its value")

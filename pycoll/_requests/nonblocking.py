@@ -28,7 +28,7 @@ def _started(prepare: Prepare[P, R]) -> Callable[Concatenate[NonBlocking, P], Re
     def start(self: NonBlocking, /, *args: P.args, **kwargs: P.kwargs) -> Request[R]:
         self._check_open()
         _no_timeout(kwargs)
-        return Request(prepare(self._nonblocking_calls, *args, **kwargs), self._op_timeout)
+        return Request(prepare(self._nonblocking_calls, *args, **kwargs))
 
     _document(start, prepare, "", f"i{prepare.__name__}", "Start")
     return start
@@ -47,10 +47,10 @@ def _persistent(
 
         begin = self._in_core.get(f"i{prepare.__name__}")
         if begin is None:
-            return PersistentRequest(self._group, again, self._op_timeout)
+            return PersistentRequest(self._group, again)
         from pycoll._requests.core_requests import CorePersistent
 
-        return CorePersistent(self._group, again, self._op_timeout, begin, args, dict(kwargs))
+        return CorePersistent(self._group, again, begin, args, dict(kwargs))
 
     _document(make, prepare, "persistent.", prepare.__name__, "Make a persistent")
     return make
@@ -86,7 +86,6 @@ class NonBlocking:
 
     _group: Group
     _nonblocking_calls: Calls
-    _op_timeout: float
 
     def _check_open(self) -> None:
         raise NotImplementedError
@@ -120,12 +119,9 @@ class NonBlocking:
 class Persistent(Hinting, foreign={}, prefix="comm.persistent."):
     """Makes requests that can be started again and again: ``comm.persistent.all_reduce(x)``."""
 
-    def __init__(
-        self, group: Group, calls: Calls, op_timeout: float, in_core: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, group: Group, calls: Calls, in_core: Mapping[str, Any]) -> None:
         self._group = group
         self._calls = calls
-        self._op_timeout = op_timeout
         self._in_core = in_core  # the core's methods, by name
 
     def __repr__(self) -> str:

@@ -56,10 +56,9 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS, absent=ABSENT_FROM_REQUE
     what it fills must not be read. A request that nobody keeps goes on all the same.
     """
 
-    def __init__(self, plan: CallPlan[R], op_timeout: float) -> None:
+    def __init__(self, plan: CallPlan[R]) -> None:
         self._group = plan.group
         self._receives = plan.receives
-        self._op_timeout = op_timeout
         self._cancelled: bool = False
         self._collected: bool = False
         self._task: Started | None = begin(plan)
@@ -68,7 +67,7 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS, absent=ABSENT_FROM_REQUE
         """Return the result, when the call is done.
 
         Args:
-            timeout: seconds; None: the default of `pycoll.init`, math.inf: none.
+            timeout: seconds; None: `op_timeout` of the communicator, math.inf: none.
 
         Raises:
             OperationTimeout: they have passed. The call goes on, and may be waited for again.
@@ -135,7 +134,7 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS, absent=ABSENT_FROM_REQUE
         """Wait in an asyncio program: the event loop goes on.
 
         Raises:
-            OperationTimeout: the default deadline of `pycoll.init` has passed. The call goes on.
+            OperationTimeout: `op_timeout` of the communicator has passed. The call goes on.
             RuntimeError: it is not done, and no event loop of asyncio runs here.
             Error: as the blocking method raises it.
         """
@@ -143,7 +142,7 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS, absent=ABSENT_FROM_REQUE
         if not task.done:
             from pycoll._requests import event_loop
 
-            waiting = event_loop.wait(self._group.engine, task, self._op_timeout)
+            waiting = event_loop.wait(self._group.engine, task, self._group.op_timeout)
             yield from waiting.__await__()
         return self.result
 
@@ -175,7 +174,7 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS, absent=ABSENT_FROM_REQUE
 
     def _seconds(self, timeout: float | None) -> float:
         if timeout is None:
-            return self._op_timeout
+            return self._group.op_timeout
         return arguments.check_timeout(timeout, "timeout")
 
 
@@ -186,11 +185,10 @@ class PersistentRequest(Request[R], foreign=OF_REQUESTS):
     Each `start` looks at the arguments anew: arrays are read and filled again, objects pickled.
     """
 
-    def __init__(self, group: Group, prepare: Callable[[], CallPlan[R]], op_timeout: float) -> None:
+    def __init__(self, group: Group, prepare: Callable[[], CallPlan[R]]) -> None:
         self._group = group
         self._prepare = prepare
         self._receives = prepare().receives  # to find now what is wrong with the arguments
-        self._op_timeout = op_timeout
         self._cancelled = False
         self._collected = False
         self._task = None
@@ -214,7 +212,8 @@ def wait_all(requests: Iterable[Request[R]], timeout: float | None = None) -> li
 
     Args:
         requests: of one or several communicators.
-        timeout: seconds for all together; None: the default of `pycoll.init`, math.inf: none.
+        timeout: seconds for all together; None: `op_timeout` of the first's communicator,
+            math.inf: none.
 
     Raises:
         OperationTimeout: they have passed. The requests go on.
@@ -245,7 +244,7 @@ def wait_any(requests: Iterable[Request[R]], timeout: float | None = None) -> tu
 
     Args:
         requests: of one or several communicators.
-        timeout: seconds; None: the default of `pycoll.init`, math.inf: none.
+        timeout: seconds; None: `op_timeout` of the first's communicator, math.inf: none.
 
     Raises:
         ValueError: no request is left.

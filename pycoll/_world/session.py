@@ -177,7 +177,7 @@ def open_world(
     with _installing:
         _install_hooks()
     engine.interrupts.install()
-    return World(engine, place.local_rank, place.local_size, place.node, op_timeout, tracer)
+    return World(engine, place.local_rank, place.local_size, place.node, tracer)
 
 
 def open_group(world: World, size: int, name: str) -> Group:

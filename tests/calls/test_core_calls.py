@@ -81,7 +81,7 @@ def test_isendrecv_and_its_waits_go_without_python(scripts: Scripts, transport: 
 ALLOWED = {"pycoll._support.public_edge", "wait_all", "wait_any", "wait_some", "_take_done"}
 ALLOWED |= {"_from_core", "_listed", "<listcomp>", "<genexpr>", "_here"}
 ALLOWED |= {"pycoll._arrays.conversion", "pycoll._arrays.libraries", "pycoll._arrays.value"}
-ALLOWED |= {"_has_failed", "is_well", "_result", "_op_timeout", "_group", "_seconds"}
+ALLOWED |= {"_has_failed", "is_well", "_result", "_group", "_seconds", "op_timeout"}
 x, out = np.zeros(6), np.zeros(6)
 exchange = comm.persistent.sendrecv(x, peer, peer, 7, 7, out)
 

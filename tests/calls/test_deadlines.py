@@ -105,14 +105,15 @@ def test_the_default_deadline_ends_collectives(scripts: Scripts, transport: str)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("options", [(), ("--op-timeout", "40")], ids=["call", "default"])
+@pytest.mark.parametrize("default", [None, 40.0], ids=["call", "default"])
 def test_calls_with_a_deadline_go_without_python(
-    scripts: Scripts, transport: str, options: tuple[str, ...]
+    scripts: Scripts, transport: str, default: float | None
 ) -> None:
     text = f"""{CALLS}
 ALLOWED = set()
+comm.op_timeout = {default}
 mine = [call for name, (_, call) in each_call(3).items() if {transport == "shm"} or name[-1] != "v"]
-how = {{"timeout": 30}} if {not options} else {{}}
+how = {{"timeout": 30}} if {default is None} else {{}}
 again = comm.persistent.all_reduce(np.ones(3))
 
 def step():
@@ -128,7 +129,41 @@ def step():
 goes_without_python(step)
 ok()
 """
-    scripts(2, COUNTING + text, transport, *options)
+    scripts(2, COUNTING + text, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_each_communicator_has_a_default_deadline_that_may_be_set(
+    scripts: Scripts, transport: str
+) -> None:
+    text = f"""{CALLS}
+c = comm.dup(timeout=20)
+for kind, wrong in (TypeError, "1"), (ValueError, -1), (ValueError, math.nan):
+    error_like(kind, "op_timeout", setattr, c, "op_timeout", wrong)
+assert c.op_timeout == comm.op_timeout == math.inf
+c.op_timeout = 0.1
+child = c.sub(range(size))
+c.op_timeout = None
+assert (c.op_timeout, child.op_timeout, comm.op_timeout) == (math.inf, 0.1, math.inf)
+if rank == 0:
+    request = child.irecv(1)
+    error_like(pycoll.OperationTimeout, "irecv", request.wait)
+    error_like(pycoll.OperationTimeout, "recv", child.recv, 1)
+    child.op_timeout = 50
+    comm.send("now", 1)
+    assert request.wait() == "late"
+    child.op_timeout = 0.1
+    ends_in_time("all_reduce", lambda: child.all_reduce(np.ones(3)), 0.1)
+    comm.send("it has ended", 1)
+else:
+    assert comm.recv(0) == "now"
+    child.send("late", 0, timeout=20)
+    assert comm.recv(0) == "it has ended"
+error_like(pycoll.OperationTimeout, "rank 0: all_reduce.*by its deadline", child.barrier)
+c.barrier(timeout=20)
+ok()
+"""
+    scripts(2, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -54,7 +54,8 @@ class Job:
             rdma = RdmaTransport(rank, device, "simulated")
             devices.append(rdma)
             outside = {peer: rdma for peer in range(size) if peer != rank}
-            ranks.append(Rank(CoreTransport(rank, size, outside=outside), size, None))
+            core = CoreTransport(rank, size, outside=outside)
+            ranks.append(Rank(core, size, None, op_timeout))
         addresses = [rdma.address() for rdma in devices]
         for rank in ranks:
             rank.ranks, rank.agreed = ranks, settled
@@ -68,7 +69,7 @@ class Job:
         for rank in ranks:
             with rank.locked():
                 group = Group(rank, 1, range(size))
-            self.comms.append(Communicator(World(rank, rank.rank, size, 0, op_timeout), group))
+            self.comms.append(Communicator(World(rank, rank.rank, size, 0), group))
 
     def run(self, program: Callable[[Any], Any]) -> list[Any]:
         """Run `program(comm)` on each rank, and return the results."""

@@ -67,7 +67,7 @@ PyObject *pc_both_wait_method(PyObject *object, PyObject *const *args, Py_ssize_
     pc_both *self = (pc_both *)object;
     uint64_t timeout_ns;
     PyObject *result = NULL;
-    uint64_t default_ns = self->received->messages->op_timeout_ns;
+    uint64_t default_ns = self->received->messages->context->op_timeout_ns;
     if (!pc_timeout_of_wait(args, count, keywords, default_ns, &timeout_ns)) {
         PyObject *slow = PyObject_GetAttrString(object, "_wait");
         result = slow != NULL ? pc_call_slow(slow, args, count, keywords) : NULL;

@@ -82,7 +82,6 @@ typedef struct {
     PyObject *finish;  /* waits for a call that takes long: (call, seconds) */
     /* returns the Python method of a name, to which goes what is not done here */
     PyObject *slow;
-    uint64_t op_timeout_ns; /* the default deadline */
     uint64_t generation;
     struct pc_plan_entry *plans;
     uint32_t num_made;

@@ -284,7 +284,7 @@ static PyObject *collective(pc_collectives *self, const char *name, int kind, bo
     PyObject *values[ARGUMENTS] = {NULL};
     uint64_t timeout_ns;
     if (may_start(self) && parse(kind, args, count, keywords, values) &&
-        pc_timeout(values[TIMEOUT], self->op_timeout_ns, &timeout_ns) &&
+        pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) &&
         (is_blocking || values[TIMEOUT] == NULL) &&
         (is_none(values[ALGORITHM]) || PyUnicode_CheckExact(values[ALGORITHM]))) {
         PyObject *algorithm = !is_none(values[ALGORITHM]) ? Py_NewRef(values[ALGORITHM]) : NULL;
@@ -303,15 +303,14 @@ static PyObject *collective(pc_collectives *self, const char *name, int kind, bo
 static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *context, *owner, *call, *planner, *finish, *slow;
     int size, rank;
-    double op_timeout;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OiiOOOOdO", &context, &size, &rank, &owner, &call, &planner,
-                          &finish, &op_timeout, &slow))
+    if (!PyArg_ParseTuple(args, "OiiOOOOO", &context, &size, &rank, &owner, &call, &planner,
+                          &finish, &slow))
         return NULL;
     if (!PyObject_TypeCheck(context, pc_context_type) || !PyType_Check(call) ||
-        !PyType_IsSubtype((PyTypeObject *)call, collective_type) || !(op_timeout >= 0)) {
+        !PyType_IsSubtype((PyTypeObject *)call, collective_type)) {
         PyErr_SetString(PyExc_TypeError, "arguments are context, size, rank, owner, type, planner, "
-                                         "finish, op_timeout, slow");
+                                         "finish, slow");
         return NULL;
     }
     pc_collectives *self =
@@ -327,7 +326,6 @@ static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *k
     self->planner = Py_NewRef(planner);
     self->finish = Py_NewRef(finish);
     self->slow = Py_NewRef(slow);
-    self->op_timeout_ns = pc_timeout_ns(op_timeout);
     self->generation = pc_plans_generation();
     self->plans = calloc(PLANS, sizeof *self->plans);
     if (self->plans != NULL)
@@ -415,14 +413,12 @@ static PyType_Slot collectives_slots[] = {
     {Py_tp_traverse, collectives_traverse},
     {Py_tp_clear, collectives_clear},
     {Py_tp_methods, collectives_methods},
-    {Py_tp_doc, "Collectives(context, size, rank, owner, type, planner, finish, op_timeout, slow)"
-                "\n\n"
+    {Py_tp_doc, "Collectives(context, size, rank, owner, type, planner, finish, slow)\n\n"
                 "The collectives of one communicator by messages, in the core. `type` is a "
                 "subclass of `Collective`; `planner(kind, blocking, x, op, root, result, "
                 "algorithm)` returns a `Plan`, or None if Python must run such calls; "
-                "`finish(collective, seconds)` waits for one that takes long; `op_timeout` is the "
-                "default deadline, seconds; `slow(name)` returns the Python method to which goes "
-                "what is not done here."},
+                "`finish(collective, seconds)` waits for one that takes long; `slow(name)` "
+                "returns the Python method to which goes what is not done here."},
     {0, NULL},
 };
 

@@ -98,9 +98,8 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     PyObject *host, *ranks, *sleep, *mismatch, *give_up;
     unsigned long long ident;
     int rank;
-    double op_timeout;
-    if (!PyArg_ParseTuple(args, "OKiOdOOO", &host, &ident, &rank, &ranks, &op_timeout, &sleep,
-                          &mismatch, &give_up))
+    if (!PyArg_ParseTuple(args, "OKiOOOO", &host, &ident, &rank, &ranks, &sleep, &mismatch,
+                          &give_up))
         return NULL;
     Py_ssize_t size = PySequence_Size(ranks);
     if (size < 0)
@@ -117,7 +116,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     comm->rank = rank;
     comm->size = (int)size;
     comm->entry = -1;
-    comm->op_timeout_ns = op_timeout >= 0 ? pc_timeout_ns(op_timeout) : PC_FOR_EVER;
+    comm->op_timeout_ns = PC_FOR_EVER;
     comm->deadline = (struct pc_deadline){PC_FOR_EVER, 0};
     comm->sleep = Py_NewRef(sleep);
     comm->mismatch = Py_NewRef(mismatch);
@@ -224,6 +223,15 @@ static PyObject *comm_get_taken(pc_comm *comm, void *unused) {
     return PyLong_FromSize_t(taken * PC_PAGE);
 }
 
+static PyObject *comm_get_op_timeout(pc_comm *comm, void *unused) {
+    (void)unused;
+    return pc_seconds(comm->op_timeout_ns);
+}
+static int comm_set_op_timeout(pc_comm *comm, PyObject *value, void *unused) {
+    (void)unused;
+    return pc_set_timeout(value, &comm->op_timeout_ns);
+}
+
 static PyObject *comm_get_deadline(pc_comm *comm, void *unused) {
     (void)unused;
     uint64_t until_ns = comm->deadline.until_ns;
@@ -250,6 +258,8 @@ static int comm_set_asks(pc_comm *comm, PyObject *value, void *unused) {
 }
 
 static PyGetSetDef comm_getset[] = {
+    {"op_timeout", (getter)comm_get_op_timeout, (setter)comm_set_op_timeout,
+     "Default deadline of a call, seconds; inf: none.", NULL},
     {"number", (getter)comm_get_number, NULL, "Number of the last call.", NULL},
     {"internal", (getter)comm_get_internal, NULL, "Number of calls that were not the user's.",
      NULL},

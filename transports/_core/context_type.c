@@ -1,6 +1,7 @@
 /* `_core.Context`: one communicator's receives and collective calls, for Python. See
    engine_type.h. */
 #include "engine_type.h"
+#include "timeout.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -47,6 +48,7 @@ static PyObject *context_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         self->engine = (pc_engine_object *)Py_NewRef((PyObject *)engine);
         bool done = pc_engine_do(self->engine, open_context, &opening);
         self->context = opening.context;
+        self->op_timeout_ns = PC_FOR_EVER;
         if (!done || opening.context == NULL) {
             Py_CLEAR(self);
             if (done)
@@ -348,6 +350,15 @@ static PyObject *context_next_call(pc_context_object *self, void *unused) {
                                                              : self->num_calls);
 }
 
+static PyObject *context_get_op_timeout(pc_context_object *self, void *unused) {
+    (void)unused;
+    return pc_seconds(self->op_timeout_ns);
+}
+static int context_set_op_timeout(pc_context_object *self, PyObject *value, void *unused) {
+    (void)unused;
+    return pc_set_timeout(value, &self->op_timeout_ns);
+}
+
 static PyMethodDef context_methods[] = {
     {"post", (PyCFunction)context_post, METH_VARARGS,
      "post(source, tag, peek=False, number=-1, dtype=-1, room=0, for_handle=False) -> Receive: "
@@ -379,6 +390,8 @@ static PyMethodDef context_methods[] = {
 
 static PyGetSetDef context_values[] = {
     {"next_call", (getter)context_next_call, NULL, "The number of the next collective call.", NULL},
+    {"op_timeout", (getter)context_get_op_timeout, (setter)context_set_op_timeout,
+     "Default deadline of `Messages` and `Collectives`, seconds; inf: none.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

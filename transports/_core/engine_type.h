@@ -118,6 +118,7 @@ typedef struct {
     struct pc_context *context; /* NULL: closed */
     uint64_t num_calls;         /* when it was */
     char messages_usable, collectives_usable; /* whether `Messages`, `Collectives` do anything */
+    uint64_t op_timeout_ns; /* the default deadline of their operations */
 } pc_context_object;
 
 /* Who breaks a context says no more than that: Python knows why. */

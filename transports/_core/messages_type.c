@@ -29,7 +29,7 @@ static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t co
     struct pc_outgoing outgoing = {0};
     uint64_t timeout_ns;
     int plain = pc_messages_may_start(self) && parse(send_order, args, count, keywords, values) &&
-                pc_timeout(values[TIMEOUT], self->op_timeout_ns, &timeout_ns) &&
+                pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) &&
                 (is_blocking || values[TIMEOUT] == NULL);
     if (plain)
         plain = pc_outgoing_of(self, values[X], values[DEST], values[TAG], &outgoing);
@@ -73,7 +73,7 @@ static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t
     uint64_t timeout_ns;
     incoming.array.held.obj = NULL;
     if (!pc_messages_may_start(self) || !parse(recv_order, args, count, keywords, values) ||
-        !pc_timeout(values[TIMEOUT], self->op_timeout_ns, &timeout_ns) ||
+        !pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) ||
         (!is_blocking && values[TIMEOUT] != NULL) ||
         !pc_incoming_of(self, values[SOURCE], values[TAG], values[OUT], values[STATUS], &incoming))
         return PyErr_Occurred() ? NULL
@@ -123,7 +123,7 @@ static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t co
     uint64_t timeout_ns;
     int plain = pc_messages_may_start(self) &&
                 parse(sendrecv_order, args, count, keywords, values) &&
-                pc_timeout(values[TIMEOUT], self->op_timeout_ns, &timeout_ns) &&
+                pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) &&
                 (is_blocking || values[TIMEOUT] == NULL) &&
                 pc_incoming_of(self, values[SOURCE], values[RECVTAG], values[OUT], values[STATUS],
                                &incoming) &&
@@ -170,7 +170,7 @@ static struct pc_request *start_probe(pc_messages *self, PyObject *const *args, 
     struct pc_incoming_call incoming;
     if (!pc_messages_may_start(self) || !parse(probe_order, args, count, keywords, values) ||
         (!has_timeout && values[TIMEOUT] != NULL) ||
-        !pc_timeout(values[TIMEOUT], self->op_timeout_ns, timeout_ns) ||
+        !pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, timeout_ns) ||
         !pc_incoming_of(self, values[SOURCE], values[TAG], NULL, NULL, &incoming))
         return NULL;
     if (!has_timeout)
@@ -214,17 +214,16 @@ static PyObject *messages_iprobe(pc_messages *self, PyObject *const *args, Py_ss
 
 static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *context, *members, *owner, *request, *both, *status, *values, *slow;
-    double op_timeout;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!OOO!O!OO!dO", context_type, &context, &members, &owner,
+    if (!PyArg_ParseTuple(args, "O!OOO!O!OO!O", context_type, &context, &members, &owner,
                           &PyType_Type, &request, &PyType_Type, &both, &status, &PyTuple_Type,
-                          &values, &op_timeout, &slow))
+                          &values, &slow))
         return NULL;
     Py_ssize_t size = PySequence_Size(members);
-    if (size < 0 || PyTuple_Size(values) != 4 || !(op_timeout >= 0) ||
+    if (size < 0 || PyTuple_Size(values) != 4 ||
         !PyType_IsSubtype((PyTypeObject *)request, pc_request_type) || !pc_is_both_type(both)) {
         PyErr_SetString(PyExc_TypeError, "arguments are context, members, owner, request, both, "
-                                         "status, values, op_timeout, slow");
+                                         "status, values, slow");
         return NULL;
     }
     pc_messages *self = (pc_messages *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -244,7 +243,6 @@ static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     self->load = Py_NewRef(PyTuple_GetItem(values, 1));
     self->new_bytes = Py_NewRef(PyTuple_GetItem(values, 2));
     self->here = Py_NewRef(PyTuple_GetItem(values, 3));
-    self->op_timeout_ns = pc_timeout_ns(op_timeout);
     if (self->members == NULL || self->ranks == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();
@@ -324,15 +322,14 @@ static PyType_Slot messages_slots[] = {
     {Py_tp_clear, messages_clear},
     {Py_tp_methods, messages_methods},
     {Py_tp_doc,
-     "Messages(context, members, owner, request, both, status, values, op_timeout, slow)\n\n"
+     "Messages(context, members, owner, request, both, status, values, slow)\n\n"
      "Point to point of one communicator, in the core. `request` is a subclass of `Request`, "
      "`both` one of `Both`, `status` that of what recv fills in. `values` are functions: "
      "dump(object) -> its parts, or None if it is none; load(memory) -> object; new_bytes(length) "
-     "-> memory; here() -> the GPU on which a thread works, or None. `op_timeout` is the default "
-     "deadline in seconds. `slow(name)` returns the method to which all else goes: send, ssend, "
-     "recv, isend, issend, irecv, sendrecv, isendrecv, probe, iprobe; finish(request, seconds), "
-     "which waits for one that takes long, and returns its result; and finish_both(received, sent, "
-     "seconds), which does that for two."},
+     "-> memory; here() -> the GPU on which a thread works, or None. `slow(name)` returns the "
+     "method to which all else goes: send, ssend, recv, isend, issend, irecv, sendrecv, isendrecv, "
+     "probe, iprobe; finish(request, seconds), which waits for one that takes long, and returns "
+     "its result; and finish_both(received, sent, seconds), which does that for two."},
     {0, NULL},
 };
 

@@ -48,7 +48,6 @@ typedef struct {
     PyObject *status_type; /* of what a receive fills in */
     PyObject *dump, *load, *new_bytes; /* functions of pickling: see `Messages` */
     PyObject *here;                    /* returns the GPU on which this thread works, or None */
-    uint64_t op_timeout_ns;
     uint64_t looked_ns; /* when Python has looked last for a probe that does not wait */
     PyObject *slow; /* returns the Python method of a name, to which goes what is not done here */
 } pc_messages;

@@ -28,6 +28,22 @@ static inline bool pc_timeout(PyObject *value, uint64_t default_ns, uint64_t *ti
     return seconds >= 0;
 }
 
+/* A default deadline as Python reads and sets it, in seconds. */
+static inline PyObject *pc_seconds(uint64_t timeout_ns) {
+    return PyFloat_FromDouble(timeout_ns == PC_FOR_EVER ? Py_HUGE_VAL : (double)timeout_ns / 1e9);
+}
+static inline int pc_set_timeout(PyObject *value, uint64_t *timeout_ns) {
+    double seconds = value != NULL ? PyFloat_AsDouble(value) : -1;
+    if (PyErr_Occurred())
+        return -1;
+    if (!(seconds >= 0)) {
+        PyErr_SetString(PyExc_ValueError, "a deadline is seconds, 0 or more");
+        return -1;
+    }
+    *timeout_ns = pc_timeout_ns(seconds);
+    return 0;
+}
+
 /* timeout.c: the same of the arguments of a `wait(timeout=None)`. */
 bool pc_timeout_of_wait(PyObject *const *args, Py_ssize_t count, PyObject *keywords,
                         uint64_t default_ns, uint64_t *timeout_ns);

@@ -168,8 +168,8 @@ static bool has_deadline(const struct gathering *gathering, PyObject *seconds,
     if (gathering->count > 0) {
         const struct awaited *first = &gathering->awaited[0];
         default_ns = first->request != NULL
-                         ? first->request->messages->op_timeout_ns
-                         : ((struct pc_started *)first->object)->collectives->op_timeout_ns;
+                         ? first->request->messages->context->op_timeout_ns
+                         : ((struct pc_started *)first->object)->collectives->context->op_timeout_ns;
     }
     return pc_timeout(seconds, default_ns, timeout_ns);
 }
