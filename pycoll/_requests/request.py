@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from pycoll._calls import arguments
     from pycoll._calls.call_plan import CallPlan
     from pycoll._calls.group import Group
+    from pycoll._requests import done_callbacks
 else:
     arguments = LazyModule("pycoll._calls.arguments")
+    done_callbacks = LazyModule("pycoll._requests.done_callbacks")
 
 
 R = TypeVar("R", covariant=True)
@@ -129,6 +131,34 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS, absent=ABSENT_FROM_REQUE
     def cancelled(self) -> bool:
         """Whether `cancel` has withdrawn it."""
         return self._cancelled
+
+    def add_done_callback(self, callback: Callable[[Request[R]], object]) -> None:
+        """Have `callback(request)` called once, when the call is done, in whatever way.
+
+        If it is done already, that is soon. The callback runs in a thread of pycoll's for
+        callbacks, which moves no messages, and never in the caller's. It may take long, and may
+        communicate and wait: others go on meanwhile. Those of one request run in the order in which
+        they were added, one after the other; those of different requests in any order, or at once.
+        `result` is there at once, or raises. Of a persistent request the call that is under way
+        counts, or the last one.
+
+        What the callback raises goes to `threading.excepthook`, which prints it. Callbacks that
+        have not begun when the program ends do not run.
+
+        Args:
+            callback: a function of one argument, this request. The request keeps it until it has
+                run.
+
+        Raises:
+            TypeError: `callback` is no function.
+            Error: a persistent request was not started; or this process has left.
+        """
+        if not callable(callback):
+            raise TypeError(f"a callback is a function, not {a_kind(callback)}")
+        self._started()
+        callbacks: done_callbacks.Callbacks
+        callbacks = vars(self).setdefault("_callbacks", done_callbacks.Callbacks())
+        callbacks.add(callback, self)
 
     def __await__(self) -> Generator[Any, None, R]:
         """Wait in an asyncio program: the event loop goes on.

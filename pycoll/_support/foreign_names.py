@@ -131,7 +131,6 @@ OF_REQUESTS = {
 }
 
 ABSENT_FROM_REQUESTS = _each(
-    ("add_done_callback", NOT_YET),
     ("Free", "a request is given up by itself, when nobody keeps it"),
 )
 
@@ -192,7 +191,6 @@ OF_PYCOLL = {
 """Attributes of the module: what to write."""
 
 ABSENT_FROM_PYCOLL = _each(
-    ("join", NOT_YET),
     ("Win", _NO_WINDOWS),
     ("File", _NO_FILES),
     ("Intercomm", "pycoll has no inter-communicators"),

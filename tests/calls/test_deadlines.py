@@ -137,6 +137,7 @@ def test_each_communicator_has_a_default_deadline_that_may_be_set(
     scripts: Scripts, transport: str
 ) -> None:
     text = f"""{CALLS}
+import math
 c = comm.dup(timeout=20)
 for kind, wrong in (TypeError, "1"), (ValueError, -1), (ValueError, math.nan):
     error_like(kind, "op_timeout", setattr, c, "op_timeout", wrong)

@@ -123,7 +123,6 @@ COMM_HAS_NOT = {
     "Idup": "use comm.dup",
 }
 PYCOLL_HAS_NOT = {
-    "join": NOT_YET,
     "waitall": "use pycoll.wait_all",
     "waitany": "use pycoll.wait_any",
     "SUM": 'use op="sum"',
@@ -142,7 +141,7 @@ def test_what_pycoll_has_not_is_said_in_a_line(comm: Any) -> None:
     there_are_not: list[tuple[Any, str, dict[str, str]]] = [
         (comm, "'Communicator' object", COMM_HAS_NOT),
         (pycoll, "module 'pycoll'", PYCOLL_HAS_NOT),
-        (request, "'Request' object", {"add_done_callback": NOT_YET, "Get_status": "use test"}),
+        (request, "'Request' object", {"Get_status": "use test"}),
         (
             grid,
             "'Grid' object",
