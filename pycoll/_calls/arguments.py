@@ -51,7 +51,7 @@ class Target:
         """Refuse an `out` that overlaps x, unless two places `in_place` are the same memory."""
         if self._out is None or not conversion.overlap(self.value.place, x.place):
             return
-        if in_place is None or not _same_memory(*in_place):
+        if in_place is None or not same_memory(*in_place):
             forms = (
                 ", or one of the in-place forms: out=x if the shapes agree, x=out[rank] for "
                 "all_gather, out=x[rank] (or this rank's rows) for reduce_scatter (reduce_scatterv)"
@@ -153,7 +153,8 @@ def check_tag(tag: int, wildcard: bool = False) -> int:
     return tag
 
 
-def _same_memory(a: Any, b: Any) -> bool:
+def same_memory(a: Any, b: Any) -> bool:
+    """Return whether two arrays are the same elements at the same place."""
     return bool(
         a.shape == b.shape
         and a.dtype == b.dtype

@@ -47,7 +47,7 @@ def bind(
     collective: str,
     choice: Choice,
     x: Value,
-    result: Array | None,
+    result: Array | list[Array] | None,
     op: Op | None = None,
     root: int = 0,
 ) -> Bound:
@@ -58,7 +58,8 @@ def bind(
         collective: one of those in `_BINDING`.
         choice: its algorithm.
         x: this rank's value.
-        result: gets the result, C-contiguous; None: this rank has none.
+        result: gets the result, C-contiguous; of a gather it may be a list of its rows, each of
+            which is. None: this rank has none.
         op: what combines, if something does.
         root: the root, if there is one.
     """
@@ -127,17 +128,24 @@ def _own_row(group: Group, how: How, x: Value, op: Op | None, result: Array | No
     )
 
 
-def _gathered(group: Group, how: How, x: Value, op: Op | None, result: Array | None) -> Binding:
-    """Bind what gathers into `result` (size, ...)."""
+def _gathered(
+    group: Group, how: How, x: Value, op: Op | None, result: Array | list[Array] | None
+) -> Binding:
+    """Bind what gathers into `result` (size, ...), or a list of arrays."""
     own = conversion.as_bytes(conversion.contiguous(x.array))
     source: list[Any] = [None] * group.size
     source[group.rank] = (own,)
-    target = conversion.as_bytes(result) if result is not None else None
+    target: list[Any] = [None] * group.size
+    if isinstance(result, list):
+        target = [conversion.as_bytes(row) for row in result]
+    elif result is not None:
+        target = list(rows(result))
+    whole = result if not isinstance(result, list) else None
     return Binding(
         nbytes=[len(own)] * group.size,
         source=source,
-        target=list(rows(result)) if result is not None else [None] * group.size,
-        blocks=(None, target),
+        target=target,
+        blocks=(None, conversion.as_bytes(whole) if whole is not None else None),
     )
 
 
@@ -155,7 +163,7 @@ def _exchanged(group: Group, how: How, x: Value, op: Op | None, result: Array | 
     )
 
 
-_BINDING: dict[str, Callable[[Group, How, Value, Op | None, Array | None], Binding]] = {
+_BINDING: dict[str, Callable[[Group, How, Value, Op | None, Any], Binding]] = {
     "all_reduce": _pieces,
     "reduce": _pieces,
     "scan": _pieces,

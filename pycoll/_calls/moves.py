@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycoll._calls.call_plan import CallPlan, Route
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
     from pycoll._arrays import conversion
     from pycoll._arrays.types import T
     from pycoll._arrays.value import Value
-    from pycoll._calls import arguments, collectives, object_plans, rooted_plans
+    from pycoll._calls import arguments, collectives, lists, object_plans, rooted_plans
     from pycoll._calls.arguments import Target
 else:  # a program that only calls barrier() imports no NumPy
     arguments = LazyModule("pycoll._calls.arguments")
     conversion = LazyModule("pycoll._arrays.conversion")
     collectives = LazyModule("pycoll._calls.collectives")
+    lists = LazyModule("pycoll._calls.lists")
     object_plans = LazyModule("pycoll._calls.object_plans")
     rooted_plans = LazyModule("pycoll._calls.rooted_plans")
 
@@ -67,6 +69,8 @@ class Moves(Preparing):
             return object_plans.GatherPlan(group, text, x, choice, root)
         chosen = self._choose("gather", value.array.nbytes, algorithm)
         target = None
+        if is_root and isinstance(out, list | tuple):
+            return self._moved_apart("gather", value, chosen, out, root)
         if is_root:
             target = arguments.Target(out, value, (group.size, *value.array.shape))
             target.check_overlap(value)
@@ -89,6 +93,8 @@ class Moves(Preparing):
             text = f"{self._prefix}all_gather(object{forced_text(algorithm)})"
             return object_plans.AllGatherPlan(group, text, route, x, forced)
         chosen = self._choose("all_gather", value.array.nbytes, algorithm)
+        if isinstance(out, list | tuple):
+            return self._moved_apart("all_gather", value, chosen, out)
         target = arguments.Target(out, value, (group.size, *value.array.shape))
         row = target.value.place[group.rank, ...]
         target.check_overlap(value, (row, value.place))
@@ -130,11 +136,9 @@ class Moves(Preparing):
         root: int | None = None,
     ) -> CallPlan[Any]:
         """Prepare a collective that moves an array."""
-        where = "" if root is None else f"root={root}, "
-        what = f"{collectives.type_text(value)}, {where}algorithm={chosen}"
         return ArrayPlan(
             self._group,
-            f"{self._prefix}{collective}({what})",
+            self._text(collective, value, chosen, root),
             self._route(chosen),
             collective,
             chosen,
@@ -143,6 +147,23 @@ class Moves(Preparing):
             root=root or 0,
             offers=offers,
         )
+
+    def _moved_apart(
+        self,
+        collective: str,
+        value: Value,
+        chosen: Choice,
+        out: Sequence[Any],
+        root: int | None = None,
+    ) -> CallPlan[Any]:
+        """Prepare a gather into a list of arrays; other ranks need not do that."""
+        text, route = self._text(collective, value, chosen, root), self._route(chosen)
+        return lists.RowsPlan(self._group, text, route, collective, chosen, value, out, root or 0)
+
+    def _text(self, collective: str, value: Value, chosen: Choice, root: int | None) -> str:
+        where = "" if root is None else f"root={root}, "
+        what = f"{collectives.type_text(value)}, {where}algorithm={chosen}"
+        return f"{self._prefix}{collective}({what})"
 
     def _by_objects(self, collective: str, algorithm: str | None) -> tuple[str | None, Route]:
         """Return the algorithm for messages, and the route: shared memory only for who names it."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pycoll._arrays.operators import Op
     from pycoll._arrays.types import MaybeNone, Reducer, T
     from pycoll._arrays.value import Value
-    from pycoll._calls import arguments, collectives, int_plans, many, object_plans, on_gpus
+    from pycoll._calls import arguments, collectives, int_plans, lists, many, object_plans, on_gpus
     from pycoll._calls.arguments import Target
     from pycoll._calls.call_plan import CallPlan
     from pycoll._selection.select import Choice
@@ -26,6 +26,7 @@ else:  # a program that only calls barrier() imports no NumPy
     conversion = LazyModule("pycoll._arrays.conversion")
     dtypes = LazyModule("pycoll._dtypes")
     int_plans = LazyModule("pycoll._calls.int_plans")
+    lists = LazyModule("pycoll._calls.lists")
     many = LazyModule("pycoll._calls.many")
     object_plans = LazyModule("pycoll._calls.object_plans")
     on_gpus = LazyModule("pycoll._calls.on_gpus")
@@ -101,7 +102,9 @@ class Reductions(Preparing):
     ) -> CallPlan[Any]:
         """Prepare a reduce_scatter."""
         group, resolved = self._group, operators.resolve(op)
-        value = arguments.split_value("reduce_scatter", x, group.size)
+        value = lists.one_array("reduce_scatter", x, group.size)
+        if value is None:
+            value = arguments.split_value("reduce_scatter", x, group.size)
         chosen = self._choose_reduction("reduce_scatter", value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape[1:])
         target.check_overlap(value, (target.value.place, value.place[group.rank, ...]))

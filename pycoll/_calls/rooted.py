@@ -236,13 +236,13 @@ def bind_broadcast(
 def scatter(
     group: Group,
     call: bytes,
-    blocks: Value | Sequence[Parts] | None,
+    blocks: Value | Sequence[Value] | Sequence[Parts] | None,
     algorithm: str | None,
     root: int,
     gpu: int | None = None,
     out: Value | None = None,
 ) -> CallSteps:
-    """Scatter; `blocks`, on the root, is an array (size, ...) or each rank's object, dumped.
+    """Scatter; `blocks`, on the root, is an array (size, ...), or an array or dumped object a rank.
 
     Returns (Value, None) or (None, bytes of an object); the Value is `out` if that can have it.
     """
@@ -319,7 +319,9 @@ def of_block(group: Group, block: Value, algorithm: str | None) -> Announcement:
 
 
 def of_scatter(
-    group: Group, blocks: Value | Sequence[Parts] | None, algorithm: str | None
+    group: Group,
+    blocks: Value | Sequence[Value] | Sequence[Parts] | None,
+    algorithm: str | None,
 ) -> tuple[Announcement | None, Sequence[Parts] | None]:
     """Return how the root announces its blocks, and their bytes; elsewhere None."""
     if blocks is None:
@@ -328,8 +330,13 @@ def of_scatter(
         block = Value(blocks.array[0], blocks.dtype, blocks.kind)
         views = [(row,) for row in rows(conversion.contiguous(blocks.array))]
         return of_block(group, block, algorithm), views
-    lengths = [sum(len(part) for part in parts) for parts in blocks]
+    arrays = [block for block in blocks if isinstance(block, Value)]
+    if arrays:
+        views = [(conversion.as_bytes(conversion.contiguous(x.array)),) for x in arrays]
+        return of_block(group, arrays[0], algorithm), views
+    dumped = [block for block in blocks if not isinstance(block, Value)]
+    lengths = [sum(len(part) for part in parts) for parts in dumped]
     nbytes = max(lengths)
     description = struct.pack(f"<{group.size}Q", *lengths)
     chosen = group.choose("scatter", nbytes, algorithm, shm=False)
-    return Announcement(True, nbytes, chosen, description), blocks
+    return Announcement(True, nbytes, chosen, description), dumped

@@ -7,7 +7,7 @@ from typing import Any
 
 from pycoll._arrays import conversion, objects
 from pycoll._arrays.value import Value
-from pycoll._calls import arguments, rooted, shared_memory_rooted
+from pycoll._calls import arguments, lists, rooted, shared_memory_rooted
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._calls.message_steps import Outgoing
@@ -98,7 +98,7 @@ class ScatterPlan(_RootedPlan):
 
     Args:
         group, text, route, root, algorithm: as of `_RootedPlan`.
-        x: on the root an array (size, ...), or an object for each rank.
+        x: on the root an array (size, ...), or a list of equal arrays, or of any objects.
         out: array for this rank's block, or None.
     """
 
@@ -122,6 +122,12 @@ class ScatterPlan(_RootedPlan):
             value, nbytes = self.blocks, self.blocks.array.nbytes // group.size
             if out is not None:
                 arguments.Target(out, value, value.array.shape[1:]).check_overlap(value)
+        elif arrays := [block for block in self.blocks or () if isinstance(block, Value)]:
+            nbytes = arrays[0].array.nbytes
+            if out is not None:
+                target = arguments.Target(out, arrays[0], arrays[0].array.shape)
+                for block in arrays:
+                    target.check_overlap(block)
         elif self.blocks is not None:
             arguments.no_out(out)
         super().__init__(group, text, route, "scatter", root, algorithm, value, nbytes)
@@ -143,7 +149,10 @@ class ScatterPlan(_RootedPlan):
         return scattered(self.out, self.wanted, got, late)
 
 
-def _blocks(x: Any, size: int) -> Value | list[Parts]:
+def _blocks(x: Any, size: int) -> Value | list[Value] | list[Parts]:
+    arrays = lists.equal(x, size)
+    if arrays is not None:
+        return arrays
     if x is None or conversion.wrap(x) is None:
         arguments.check_objects("scatter", x, size)
         return [objects.dump(item) for item in x]

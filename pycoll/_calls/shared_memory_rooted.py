@@ -11,7 +11,7 @@ from typing import Any
 
 from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
-from pycoll._calls import rooted
+from pycoll._calls import lists, rooted
 from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._calls.message_steps import Outgoing
 from pycoll._calls.numbering import KINDS
@@ -71,12 +71,14 @@ def spread(shm: ShmComm, memory: Array) -> None:
 def scatter(
     shm: ShmComm, blocks: Any, root: int, gpu: int | None, out: Value | None, offers: bool
 ) -> Any:
-    """Scatter; `blocks`, on the root, is an array (size, ...) or each rank's object, dumped.
+    """Scatter; `blocks`, on the root, is an array (size, ...), or an array or dumped object a rank.
 
     Returns (Value, None); the Value is `out` if that can have it.
     """
     core = shm.core
     if blocks is not None:
+        if isinstance(blocks, list) and isinstance(blocks[0], Value):
+            blocks = lists.stacked(blocks)
         if not isinstance(blocks, Value):
             core.announce(None, SCATTER, root, 0, _BY_MESSAGES, b"", b"", None, 0)
             return BY_MESSAGES

@@ -178,7 +178,8 @@ class Collectives(Running):
         Args:
             x: array, the same dtype and shape on all ranks; or an object.
             root: rank that gets the result; None elsewhere.
-            out: on the root, array of shape ``(size, *x.shape)`` for the result; ignored elsewhere.
+            out: on the root, array of shape ``(size, *x.shape)`` for the result, or a list of one
+                array of x's shape for each rank, which is returned; ignored elsewhere.
             algorithm: see `pycoll.algorithms("gather")`.
             timeout: seconds.
         """
@@ -213,7 +214,8 @@ class Collectives(Running):
 
         Args:
             x: array, the same dtype and shape on all ranks; or an object.
-            out: array of shape ``(size, *x.shape)`` for the result; `x` may be ``out[rank]``.
+            out: array of shape ``(size, *x.shape)`` for the result, or a list of one array of x's
+                shape for each rank, which is returned; `x` may be ``out[rank]``.
             algorithm: see `pycoll.algorithms("all_gather")`.
             timeout: seconds.
         """
@@ -271,7 +273,8 @@ class Collectives(Running):
         """Return row `rank` of the root's `x`.
 
         Args:
-            x: on the root an array (size, ...), or a list or tuple of size objects; None elsewhere.
+            x: on the root an array (size, ...), or a list or tuple of size equal arrays, or of
+                size objects; None elsewhere.
             root: rank whose value it is.
             out: array of the dtype and shape of a row for the result.
             algorithm: see `pycoll.algorithms("scatter")`.
@@ -315,7 +318,8 @@ class Collectives(Running):
         """Combine all ranks' ``x[rank]``: each rank gets one row of the reduction.
 
         Args:
-            x: array (size, ...), the same dtype and shape on all ranks.
+            x: array (size, ...), or a list or tuple of size equal arrays in host memory; the same
+                dtype and shape on all ranks.
             op: as in `reduce`; a function gets rows of x.
             out: array of a row's dtype and shape; may be ``x[rank]``.
             algorithm: see `pycoll.algorithms("reduce_scatter")`.
