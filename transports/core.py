@@ -267,7 +267,7 @@ class CoreTransport(Transport):
     def start(self, addresses: Sequence[dict[str, Any]], handler: Handler) -> None:
         if self._tcp is not None:
             self._tcp.start(addresses)
-        self._handler = handler
+        self._handler = weakref.proxy(handler)  # who has this
 
     # --- links -----------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pycoll._support.ports import endpoint_of, listen, why_unreachable
+from pycoll._support.weak import weakly
 from pycoll._transports.dial import Dialer, PeerLane
 from pycoll._transports.handshake import Secret
 from pycoll.errors import TransportError
@@ -68,8 +69,8 @@ class TcpLinks:
                     listener,
                     Secret.derive(network.key),
                     _KEEPALIVE if is_local else _KEEPALIVE_BETWEEN_HOSTS,
-                    self._linked,
-                    self._unreachable,
+                    weakly(self._linked),
+                    weakly(self._unreachable),
                 )
                 undo.pop_all()
         except OSError as exc:

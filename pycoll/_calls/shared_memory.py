@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
-from weakref import WeakMethod
 
 from pycoll._calls.numbering import KINDS, METHODS, OPS, PARTS, UNEVEN
 from pycoll._runtime.communicators import raise_error
@@ -24,6 +23,7 @@ from pycoll._runtime.task import Call, caller
 from pycoll._runtime.waits import EVERYBODY, Options, needed
 from pycoll._selection.agreed import SHARED_MEMORY
 from pycoll._support.lazy_import import LazyModule
+from pycoll._support.weak import weakly
 from pycoll.errors import Error, MismatchError
 
 if TYPE_CHECKING:
@@ -78,9 +78,9 @@ class ShmComm:
             context.ident,
             context.members.index(engine.rank),
             [memory.ranks.index(rank) for rank in context.members],
-            _weakly(self._sleep),
-            _weakly(self._mismatch),
-            _weakly(self._give_up),
+            weakly(self._sleep),
+            weakly(self._mismatch),
+            weakly(self._give_up),
         )
 
     @property
@@ -386,22 +386,6 @@ class ShmComm:
         text = text or _text(collective, words, op or "sum", root)
         order = self._context.next_number + max(0, number - self.core.internal - 1)
         return Call(text, order, self._context)
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method of an object, and does not keep the object alive.
-
-    The core is part of that object: a closed communicator's memory goes at once, not when the
-    garbage collector comes.
-    """
-    weak = WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        living = weak()
-        assert living is not None
-        return living(*args)
-
-    return call
 
 
 def part_of(whole: str, text: str) -> int:

@@ -22,6 +22,7 @@ from pycoll._runtime.last_calls import LastCalls
 from pycoll._runtime.membership import Membership
 from pycoll._runtime.task import Call, caller
 from pycoll._runtime.waits import Waits
+from pycoll._support.weak import weakly
 from pycoll._transports.base import Arrival
 from pycoll._transports.core import CoreTransport
 from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed, Revoked
@@ -72,8 +73,10 @@ class Communicators(Driver):
         super().__init__(transport, control)
         self.rank = transport.rank
         self.contexts: dict[int, Context] = {}
-        self.membership = Membership(self.rank, self, has_launcher=control is not None)
-        self.waits = Waits(control, self._num_started, self._is_quiet, lambda: self._core.thread)
+        core, me = transport.core, weakref.proxy(self)
+        self.membership = Membership(self.rank, me, has_launcher=control is not None)
+        num_started, is_quiet = weakly(self._num_started), weakly(self._is_quiet)
+        self.waits = Waits(control, num_started, is_quiet, lambda: core.thread)
         self._last_calls = LastCalls(self.rank, self.contexts)
         self._first_error = ""
         self._unclaimed: dict[int, dict[Arrival, None]] = {}

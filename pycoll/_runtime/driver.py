@@ -27,6 +27,7 @@ from typing import Any
 from pycoll._rendezvous.client import Client as Control
 from pycoll._runtime.task import Started
 from pycoll._support.interrupts import Interrupts
+from pycoll._support.weak import weakly
 from pycoll._transports._core import Guard, timer_open, timer_set
 from pycoll._transports._core import Seat as CoreSeat
 from pycoll._transports.base import Operation
@@ -64,7 +65,7 @@ class Driver(ABC):
         self.transport = transport
         self.control = control
         self.closed: str | None = None
-        self.interrupts = Interrupts(self._interrupted)
+        self.interrupts = Interrupts(weakly(self._interrupted))
         self._core = transport.core
         self._dropped = self._core.dropped
         self._gate = threading.Lock()
@@ -82,8 +83,8 @@ class Driver(ABC):
         if control is not None:
             self._control_poller.register(control.fileno(), select.POLLIN)
             self._core.watch(control.fileno())
-        transport.hear_work = self.hear
-        transport.hold = self._hold
+        transport.hear_work = weakly(self.hear)
+        transport.hold = weakly(self._hold)
 
     @abstractmethod
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
