@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from pycoll._support.ready import ready
 from pycoll.errors import BootstrapError
 
 _LENGTH_NBYTES = 4
@@ -133,7 +134,7 @@ def send_if_ready(connection: socket.socket, message: Any) -> None:
     Raises:
         OSError: the other end has gone.
     """
-    if select.select([], [connection], [], 0)[1]:
+    if ready([connection], 0, select.POLLOUT):
         send(connection, message)
 
 
@@ -236,6 +237,6 @@ def _receive_exactly(connection: socket.socket, nbytes: int, deadline: float) ->
 
 
 def _wait(connection: socket.socket, deadline: float) -> None:
-    remaining = min(deadline - time.monotonic(), 3600.0)
-    if remaining <= 0 or not select.select([connection], [], [], remaining)[0]:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0 or not ready([connection], remaining):
         raise TimeoutError

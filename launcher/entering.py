@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -23,11 +22,11 @@ from pycoll._launcher import agent_socket, mpi_board
 from pycoll._launcher.agent_socket import Ticket
 from pycoll._launcher.rendezvous_pairs import link_variable
 from pycoll._rendezvous.wire import name_ranks, seconds_since
+from pycoll._support.ready import ready
 from pycoll.errors import BootstrapError
 
 _NOTICE_S = 10.0  # between words on who is missing
 _PART = 0.9  # of a rank's time, for what its helpers wait for: then it still hears why not
-_MAX_S = 3600.0  # of select, which does not take math.inf
 _PAUSE_S = 0.01  # while another rank is about to open the door
 _OUTLAST_S = 10.0  # at the end of rank 0's process, for others to leave
 
@@ -53,7 +52,7 @@ def meeting(
     deadline = began + timeout
     numbers = map(str, (size, port, began + _PART * timeout, int(until_left)))
     command = [sys.executable, "-P", "-m", "pycoll._launcher.meeting", *numbers]
-    for ended in [one for one in _meetings if select.select([one.told], [], [], 0)[0]]:
+    for ended in [one for one in _meetings if ready([one.told], 0)]:
         with contextlib.suppress(ValueError):  # another thread has forgotten it
             _meetings.remove(ended)
             ended.told.close()
@@ -66,7 +65,7 @@ def meeting(
         with contextlib.suppress(BrokenPipeError):
             leash.write(key.hex().encode() + b"\n")
             leash.flush()
-        in_time = bool(select.select([told], [], [], min(timeout, _MAX_S))[0])
+        in_time = bool(ready([told], timeout))
         words = told.readline().decode().split() if in_time else []
         in_time = _has_started(process, deadline) and in_time
         if not words or words[0] != "port":
@@ -106,9 +105,10 @@ def wait_for_others() -> None:
     waits = not mpi_board.is_running()
     deadline = time.monotonic() + _OUTLAST_S
     for told, until_left in _meetings:
-        if waits:
-            left = max(0.0, deadline - time.monotonic()) if until_left else None
-            select.select([told], [], [], left)
+        if waits and until_left:
+            ready([told], deadline - time.monotonic())
+        elif waits:
+            told.read()
         told.close()
     _meetings.clear()
 

@@ -18,7 +18,6 @@ import contextlib
 import hmac
 import os
 import secrets
-import select
 import shutil
 import socket
 import subprocess
@@ -29,6 +28,7 @@ from collections.abc import Mapping
 from pycoll._launcher.reach import listen_everywhere
 from pycoll._launcher.slurm import expand
 from pycoll._support.ports import agreed_port
+from pycoll._support.ready import ready
 from pycoll.errors import BootstrapError
 
 _TRIES = 8  # ports, of which another job may have some
@@ -140,14 +140,14 @@ class SecretServer:
         talks: list[threading.Thread] = []
         try:
             while self._waiting:
-                remaining = min(deadline - time.monotonic(), 3600.0)
+                remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     text = f"{len(self._waiting)} of {self._size} ranks have not asked rank 0"
                     raise TimeoutError(text + (f" ({self._failure})" if self._failure else ""))
-                ready = select.select([self._listener, self._heard], [], [], remaining)[0]
-                if self._heard in ready:
+                come = ready([self._listener, self._heard], remaining)
+                if self._heard in come:
                     self._heard.recv(1)
-                if self._listener in ready:
+                if self._listener in come:
                     connection = self._listener.accept()[0]
                     talks = [talk for talk in talks if talk.is_alive()]
                     if len(talks) < _MAX_TALKS:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import queue
-import select
 import selectors
 import socket
 import threading
@@ -20,6 +19,7 @@ from pycoll._launcher.line import Hear, Line
 from pycoll._launcher.rendezvous_router import Caller
 from pycoll._rendezvous.connection import Connection
 from pycoll._rendezvous.wire import MAX_FRAME_NBYTES, MAX_INFO_NBYTES
+from pycoll._support.ready import ready
 from pycoll.errors import BootstrapError
 
 _LINGER_S = 1.0  # for the last frames
@@ -128,7 +128,7 @@ def reach(
         if not (is_short and failures):
             failures = found
         pause = min(_PAUSE_S, deadline - time.monotonic())
-        if pause <= 0 or signals or select.select(leashes, [], [], pause)[0]:
+        if pause <= 0 or signals or ready(leashes, pause):
             why = "; ".join(failures)
             raise BootstrapError(f"{socket.gethostname()} cannot reach {whom}: {why}")
 

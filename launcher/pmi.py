@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import time
 import urllib.parse
+
+from pycoll._support.ready import ready
 
 _KEY = "pycoll"
 _READ_NBYTES = 4096
@@ -70,8 +71,8 @@ class _Space:
         self._manager.sendall(f"cmd={what}\n".encode())
         answer = b""
         while not answer.endswith(b"\n"):
-            remaining = min(self._deadline - time.monotonic(), 3600.0)
-            if remaining <= 0 or not select.select([self._manager], [], [], remaining)[0]:
+            remaining = self._deadline - time.monotonic()
+            if remaining <= 0 or not ready([self._manager], remaining):
                 raise TimeoutError(f"the launcher does not answer PMI's {what.split()[0]}")
             part = self._manager.recv(_READ_NBYTES)
             if not part:

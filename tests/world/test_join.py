@@ -209,10 +209,14 @@ def test_what_share_raises_is_raised_and_the_meeting_ends(rank: int) -> None:
 # Three processes, in two worlds at once; process 2 dies. `share` goes by named pipes. Processes 1
 # and 2 have memory for arrays in the file of "two", process 0 in that of "all".
 DEATH = """
-import os, signal, sys
+import os, resource, signal, sys
 import numpy as np, pycoll
 
 process, folder = int(sys.argv[1]), sys.argv[2]
+if process == 1:  # descriptors of numbers that select.select does not take
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    kept = [open(os.devnull) for _ in range(1100)]
 
 def by_pipes(world, rank, size):
     def share(text):
