@@ -11,7 +11,7 @@ from conf import autodoc_mock_imports
 import pycoll
 
 TITLES = {
-    "starting": ("Starting and ending", "init finalize run Pool usable_cores"),
+    "starting": ("Starting and ending", "init join finalize run Pool usable_cores"),
     "requests": ("Requests", "Request wait_all wait_any wait_some test_all"),
     "messages": ("Messages", "Status Message ANY_SOURCE ANY_TAG PROC_NULL"),
     "grids": ("Grids of ranks", "Grid compute_dims"),

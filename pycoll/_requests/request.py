@@ -142,7 +142,7 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS, absent=ABSENT_FROM_REQUE
         `result` is there at once, or raises. Of a persistent request the call that is under way
         counts, or the last one.
 
-        What the callback raises goes to `threading.excepthook`, which prints it. Callbacks that
+        What the callback raises goes to ``threading.excepthook``, which prints it. Callbacks that
         have not begun when the program ends do not run.
 
         Args:

@@ -68,7 +68,7 @@ def join(
 
     A process may be in several worlds, at once and one after another, each with ranks of its own.
     They are independent of each other and of that of `pycoll.init`. `close()` of the communicator,
-    or the end of its `with` block, leaves the world. It is not collective; what was accepted for
+    or the end of its ``with`` block, leaves the world. It is not collective; what was accepted for
     sending is delivered, for at most 5 s. `pycoll.finalize` and the end of the interpreter leave
     all.
 

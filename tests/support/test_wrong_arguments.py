@@ -118,11 +118,17 @@ def calls(comm: pycoll.Communicator) -> dict[str, tuple[Callable[..., Any], dict
         "grid.coords_of": (grid.coords_of, {"rank": 0}),
         "wait": (lambda timeout: comm.ibarrier().wait(timeout), within),
         "cancel": (lambda more: comm.ibarrier().cancel(more), {"more": 1}),
+        "add_done_callback": (done.add_done_callback, {"callback": repr}),
         "wait_all": (pycoll.wait_all, {"requests": [done]} | within),
         "wait_any": (pycoll.wait_any, {"requests": [comm.ibarrier()]} | within),
         "wait_some": (pycoll.wait_some, {"requests": [comm.ibarrier()]} | within),
         "test_all": (pycoll.test_all, {"requests": [done]}),
         "init": (pycoll.init, {"timeout": 300.0, "op_timeout": None, "transport": None}),
+        "join": (
+            lambda **given: pycoll.join(**given).close(),
+            {"rank": 0, "size": 1, "share": print, "timeout": 300.0}
+            | {"op_timeout": None, "transport": None, "name": "world"},
+        ),
         "Op": (pycoll.Op, {"fn": max, "commutative": True, "elementwise": False}),
         "algorithms": (pycoll.algorithms, {"collective": "all_reduce"}),
         "prove": (pycoll.prove, {"collective": "all_reduce", "name": "ring", "max_size": 2}),
