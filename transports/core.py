@@ -267,7 +267,7 @@ class CoreTransport(Transport):
     def start(self, addresses: Sequence[dict[str, Any]], handler: Handler) -> None:
         if self._tcp is not None:
             self._tcp.start(addresses)
-        self._handler = weakref.proxy(handler)  # who has this
+        self._handler = handler
 
     # --- links -----------------------------------------------------------------------------
 
@@ -455,6 +455,8 @@ class CoreTransport(Transport):
     def end(self) -> None:
         """End the engine: who still waits in it returns."""
         self.core.close()
+        if self._handler is not None:
+            self._handler = weakref.proxy(self._handler)  # who has this
 
     def _forked(self) -> None:
         """In the child of a fork: close every descriptor. The background thread is the parent's."""

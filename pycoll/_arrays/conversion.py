@@ -271,15 +271,20 @@ def from_description(description: bytes) -> tuple[DType, str, tuple[int, ...]]:
     return dtype, kind, shape
 
 
-def check_out(out: object, dtype: DType, shape: tuple[int, ...]) -> Value:
+def check_out(out: object, dtype: DType, shape: tuple[int, ...], name: str = "out") -> Value:
     """Return the user's `out` as a Value to write to; it may be non-contiguous.
+
+    Args:
+        out: what the user has passed.
+        dtype, shape: of the result.
+        name: what errors call it.
 
     Raises:
         TypeError: it is not an array.
         ValueError: it may not be written to, or is of another dtype or shape.
     """
-    value = wrap_target(out)
-    check_fits(value, dtype, shape)
+    value = wrap_target(out, name)
+    check_fits(value, dtype, shape, name)
     return value
 
 
@@ -317,20 +322,20 @@ def wrap_target(out: object, name: str = "out") -> Value:
     return value
 
 
-def check_fits(out: Value, dtype: DType, shape: tuple[int, ...]) -> None:
-    """Check that a result of this dtype and shape can go to `out`.
+def check_fits(out: Value, dtype: DType, shape: tuple[int, ...], name: str = "out") -> None:
+    """Check that a result of this dtype and shape can go to `out`, called `name` in errors.
 
     Raises:
         ValueError: it cannot.
     """
     if out.dtype != dtype:
         raise ValueError(
-            f"out has dtype {out.dtype}, but the result is {dtype}. "
+            f"{name} has dtype {out.dtype}, but the result is {dtype}. "
             "Pass an array of that dtype; values are never converted."
         )
     if out.array.shape != shape:
         raise ValueError(
-            f"out has shape {out.array.shape}, but the result has shape {shape}. "
+            f"{name} has shape {out.array.shape}, but the result has shape {shape}. "
             "Pass an array of exactly that shape."
         )
 

@@ -5,6 +5,7 @@ starts one, a persistent request makes and starts one each time. What a plan hol
 attributes, and nothing is sent while it is made. Its classes, one file a family:
 
     scheduled        barrier, and arrays that one schedule moves or combines
+    rows_plan        gathers into lists of arrays
     rooted_plans     broadcast and scatter, of which only the root knows what comes
     object_plans     Python objects
     uneven_plans     blocks that differ in shape

@@ -1,8 +1,7 @@
-"""Lists of equal arrays, one for each rank, where calls have one array ``(size, ...)``.
+"""Lists of equal arrays, one for each rank, where calls take one array ``(size, ...)``.
 
-What a call by messages reads and fills are chunks, which may lie anywhere: so a scatter reads the
-caller's arrays, and a gather fills them. Shared memory has one array on each rank, and so has a
-reduction: there the arrays are copied once more, together or apart.
+A scatter by messages reads the caller's arrays. Shared memory has one array on each rank, and so
+has a reduction: there they are put together first.
 """
 
 from __future__ import annotations
@@ -14,15 +13,7 @@ import numpy as np
 
 from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
-from pycoll._calls import arguments, collectives, shared_memory_calls
-from pycoll._calls.call_plan import Route
-from pycoll._calls.group import Group
-from pycoll._calls.scheduled import ArrayPlan
-from pycoll._calls.shared_memory import ShmComm
-from pycoll._cuda.late_copies import LateCopies
-from pycoll._dtypes import Array
-from pycoll._runtime.task import CallSteps
-from pycoll._selection.select import Choice
+from pycoll._calls.collectives import type_text
 
 
 def equal(xs: Any, size: int) -> list[Value] | None:
@@ -59,7 +50,7 @@ def one_array(what: str, xs: Any, size: int) -> Value | None:
     found = equal(xs, size)
     if found is not None:
         return stacked(found)
-    shown = [collectives.type_text(value) for value in values if value is not None]
+    shown = [type_text(value) for value in values if value is not None]
     if len(xs) != size:
         raise ValueError(
             f"{what} takes a list of {size} arrays, one for each rank; this one has {len(xs)}"
@@ -74,75 +65,3 @@ def one_array(what: str, xs: Any, size: int) -> Value | None:
         f"{what} takes equal arrays: the one for rank 0 is {shown[0]}, the one for rank {other} "
         f"{shown[other]}"
     )
-
-
-class RowsPlan(ArrayPlan):
-    """A gather, or all_gather, whose rows go to arrays of the caller's.
-
-    Args:
-        group, text, route, collective, choice, x, root: as of `ArrayPlan`.
-        out: a list or tuple of arrays, one for each rank.
-
-    Raises:
-        TypeError: an item of it is no array.
-        ValueError: it has another length; an item cannot be filled, is of another dtype or shape,
-            or overlaps `x` and is not ``out[rank] is x`` of an all_gather.
-    """
-
-    __slots__ = ("out", "values")
-
-    def __init__(
-        self,
-        group: Group,
-        text: str,
-        route: Route,
-        collective: str,
-        choice: Choice,
-        x: Value,
-        out: Sequence[Any],
-        root: int = 0,
-    ) -> None:
-        super().__init__(group, text, route, collective, choice, x, None, root=root)
-        if len(out) != group.size:
-            raise ValueError(
-                f"out is a list of {group.size} arrays, one for each rank; it has {len(out)}"
-            )
-        self.out = out
-        self.values = [conversion.check_out(item, x.dtype, x.array.shape) for item in out]
-        for rank, value in enumerate(self.values):
-            own = collective == "all_gather" and rank == group.rank
-            if own and arguments.same_memory(value.place, x.place):
-                continue
-            if conversion.overlap(value.place, x.place):
-                others = ", or x itself as out[rank]" if collective == "all_gather" else ""
-                raise ValueError(f"out[{rank}] overlaps x. Pass an array of its own{others}.")
-
-    def steps(self, signature: bytes) -> CallSteps:
-        """Run the schedule; returns the rows."""
-        places = [_place(value) for value in self.values]
-        group, collective, choice = self.group, self.collective, self.choice
-        bound = collectives.bind(group, collective, choice, self.x, places, root=self.root)
-        yield from collectives.run(group, signature, bound)
-        return places
-
-    def in_shared_memory(self, shm: ShmComm) -> Array:
-        """Gather into one array; returns it."""
-        rows = np.empty((self.group.size, *self.x.array.shape), self.x.dtype.storage)
-        shared_memory_calls.move(shm, self.collective, self.x, rows, self.root)
-        return rows
-
-    def result(self, got: Any, late: LateCopies) -> Any:
-        """Return `out`, filled with the rows."""
-        for value, row in zip(self.values, got, strict=True):
-            if row is not value.array:
-                value.array[...] = row
-            conversion.unwrap(value, late)
-        return self.out
-
-
-def _place(value: Value) -> Array:
-    """Return where a row can come to: its array, or memory of pycoll's."""
-    array = value.array
-    if value.stage is None and array.flags.c_contiguous:
-        return array
-    return np.empty(array.shape, value.dtype.storage)

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from pycoll._arrays import conversion
     from pycoll._arrays.types import T
     from pycoll._arrays.value import Value
-    from pycoll._calls import arguments, collectives, lists, object_plans, rooted_plans
+    from pycoll._calls import arguments, collectives, object_plans, rooted_plans, rows_plan
     from pycoll._calls.arguments import Target
 else:  # a program that only calls barrier() imports no NumPy
     arguments = LazyModule("pycoll._calls.arguments")
     conversion = LazyModule("pycoll._arrays.conversion")
     collectives = LazyModule("pycoll._calls.collectives")
-    lists = LazyModule("pycoll._calls.lists")
+    rows_plan = LazyModule("pycoll._calls.rows_plan")
     object_plans = LazyModule("pycoll._calls.object_plans")
     rooted_plans = LazyModule("pycoll._calls.rooted_plans")
 
@@ -158,7 +158,9 @@ class Moves(Preparing):
     ) -> CallPlan[Any]:
         """Prepare a gather into a list of arrays; other ranks need not do that."""
         text, route = self._text(collective, value, chosen, root), self._route(chosen)
-        return lists.RowsPlan(self._group, text, route, collective, chosen, value, out, root or 0)
+        return rows_plan.RowsPlan(
+            self._group, text, route, collective, chosen, value, out, root or 0
+        )
 
     def _text(self, collective: str, value: Value, chosen: Choice, root: int | None) -> str:
         where = "" if root is None else f"root={root}, "

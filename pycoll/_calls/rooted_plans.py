@@ -155,7 +155,8 @@ def _blocks(x: Any, size: int) -> Value | list[Value] | list[Parts]:
         return arrays
     if x is None or conversion.wrap(x) is None:
         arguments.check_objects("scatter", x, size)
-        return [objects.dump(item) for item in x]
+        dumped: list[Parts] = [objects.dump(item) for item in x]
+        return dumped
     return arguments.split_value("scatter", x, size)
 
 

@@ -226,10 +226,9 @@ class Communicator(
     @op_timeout.setter
     @edge
     def op_timeout(self, seconds: float | None) -> None:
-        none = seconds is None
-        self._group.op_timeout = (
-            math.inf if none else arguments.check_timeout(seconds, "op_timeout")
-        )
+        if seconds is None:
+            seconds = math.inf
+        self._group.op_timeout = arguments.check_timeout(seconds, "op_timeout")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a communicator cannot be pickled: take what you need of it, as comm.rank")

@@ -171,11 +171,10 @@ class Membership:
                 self._listener.after(FAREWELL_S, lambda: self.farewell(rank))
             return
         reason = self._ended.get(rank, "called finalize")
-        what = "has ended" if rank in self._ended else "has left the job"
-        text = f"rank {rank} is needed, but {what}: {reason}"
         if self._errors.get(rank):
-            text += f", after its first error: {self._errors[rank]}"
-        error = PeerFailed(rank, reason, text)
+            reason += f", after its first error: {self._errors[rank]}"
+        what = "has ended" if rank in self._ended else "has left the job"
+        error = PeerFailed(rank, reason, f"rank {rank} is needed, but {what}: {reason}")
         self.gone[rank] = error
         self._listener.peer_gone(error)
         self._finish_refused(rank, error)

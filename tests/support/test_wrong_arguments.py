@@ -118,7 +118,6 @@ def calls(comm: pycoll.Communicator) -> dict[str, tuple[Callable[..., Any], dict
         "grid.coords_of": (grid.coords_of, {"rank": 0}),
         "wait": (lambda timeout: comm.ibarrier().wait(timeout), within),
         "cancel": (lambda more: comm.ibarrier().cancel(more), {"more": 1}),
-        "add_done_callback": (done.add_done_callback, {"callback": repr}),
         "wait_all": (pycoll.wait_all, {"requests": [done]} | within),
         "wait_any": (pycoll.wait_any, {"requests": [comm.ibarrier()]} | within),
         "wait_some": (pycoll.wait_some, {"requests": [comm.ibarrier()]} | within),

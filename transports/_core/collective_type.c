@@ -47,7 +47,8 @@ bool pc_collective_wait(struct pc_started *self, uint64_t until_ns) {
 PyObject *pc_collective_wait_method(struct pc_started *self, PyObject *const *args,
                                     Py_ssize_t count, PyObject *keywords) {
     uint64_t timeout_ns;
-    if (!pc_timeout_of_wait(args, count, keywords, self->collectives->context->op_timeout_ns, &timeout_ns)) {
+    uint64_t default_ns = self->collectives->context->op_timeout_ns;
+    if (!pc_timeout_of_wait(args, count, keywords, default_ns, &timeout_ns)) {
         PyObject *slow = PyObject_GetAttrString((PyObject *)self, "_wait");
         PyObject *result = slow != NULL ? pc_call_slow(slow, args, count, keywords) : NULL;
         Py_XDECREF(slow);

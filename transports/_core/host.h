@@ -74,8 +74,8 @@ typedef struct pc_host {
 } pc_host;
 
 /* Map the memory of a host of so many ranks, in file `fd`, for one of them. 0, or an errno; the
-   descriptors stay the caller's, until it sets `owns`. `host` is all zero, and to be closed whatever
-   the result. */
+   descriptors stay the caller's, until it sets `owns`. `host` is all zero, and to be closed
+   whatever the result. */
 int pc_host_open(pc_host *host, int fd, int rank, int size, const int *doorbells, int cores);
 void pc_host_close(pc_host *host);
 

@@ -57,7 +57,8 @@ static bool ask(struct pc_request *request,
 PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args, Py_ssize_t count,
                                  PyObject *keywords) {
     uint64_t timeout_ns;
-    if (!pc_timeout_of_wait(args, count, keywords, self->messages->context->op_timeout_ns, &timeout_ns)) {
+    uint64_t default_ns = self->messages->context->op_timeout_ns;
+    if (!pc_timeout_of_wait(args, count, keywords, default_ns, &timeout_ns)) {
         PyObject *slow = PyObject_GetAttrString((PyObject *)self, "_wait");
         PyObject *result = slow != NULL ? pc_call_slow(slow, args, count, keywords) : NULL;
         Py_XDECREF(slow);

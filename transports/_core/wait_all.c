@@ -167,9 +167,10 @@ static bool has_deadline(const struct gathering *gathering, PyObject *seconds,
     uint64_t default_ns = PC_FOR_EVER;
     if (gathering->count > 0) {
         const struct awaited *first = &gathering->awaited[0];
-        default_ns = first->request != NULL
-                         ? first->request->messages->context->op_timeout_ns
-                         : ((struct pc_started *)first->object)->collectives->context->op_timeout_ns;
+        const pc_context_object *context =
+            first->request != NULL ? first->request->messages->context
+                                   : ((struct pc_started *)first->object)->collectives->context;
+        default_ns = context->op_timeout_ns;
     }
     return pc_timeout(seconds, default_ns, timeout_ns);
 }
