@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,6 +50,9 @@ MOST_SEGMENTS = 256
 """As in `pycoll._selection.select`."""
 
 MIN_SEGMENT_NBYTES = 64 << 10
+
+Slower = Callable[[str, int, int], float]
+"""By collective, ranks and bytes: by what computed times are multiplied."""
 
 _LINK_OPTIONS = ("latency", "bandwidth", "overhead")
 
@@ -173,7 +177,7 @@ def main(arguments: argparse.Namespace) -> int:
     collective = chosen[0].collective
     ranks = parse_numbers(arguments.ranks, _rank_count)
     sizes = (0,) if collective == "barrier" else parse_sizes(arguments.sizes)
-    network, origin = _network(arguments)
+    network, origin, slower = _network(arguments)
     if arguments.segments != AUTO and not _is_count(arguments.segments):
         raise ValueError(f"--segments is {arguments.segments!r}: auto, or a number")
     simulate_report.check_files(arguments.plot, arguments.json)
@@ -181,7 +185,7 @@ def main(arguments: argparse.Namespace) -> int:
     with _progress(len(ranks) * len(chosen) * len(sizes)) as step:
         for size in ranks:
             for algorithm in chosen:
-                for case in _cases(arguments, algorithm, size, sizes, network):
+                for case in _cases(arguments, algorithm, size, sizes, network, slower):
                     found.append(case)
                     step(f"{algorithm.name}, {size} ranks")
     lines = simulate_report.describe(network, origin, ranks, arguments.ranks_per_node)
@@ -208,6 +212,7 @@ def _cases(
     size: int,
     sizes: Sequence[int],
     network: Network,
+    slower: Slower,
 ) -> Iterator[SimulatedTime]:
     """Time one algorithm in all sizes."""
     from pycoll.simulate import WINDOW, ReplayedSteps, replay
@@ -231,6 +236,7 @@ def _cases(
             where = size, arguments.root, hosts, network
             table = ReplayedSteps(algorithm.collective, algorithm.name, *where)
         took = replay(table, nbytes, best, WINDOW).seconds
+        took *= slower(algorithm.collective, size, nbytes)
         yield SimulatedTime(size, nbytes, algorithm.name, best, held, took, len(table.ranks))
 
 
@@ -325,8 +331,8 @@ def _hosts(size: int, per_node: int | None) -> list[int]:
     return [rank // per_node for rank in range(size)]
 
 
-def _network(arguments: argparse.Namespace) -> tuple[Network, str]:
-    """Return the network, and where its numbers come from."""
+def _network(arguments: argparse.Namespace) -> tuple[Network, str, Slower]:
+    """Return the network, where its numbers come from, and what they do not say of a size."""
     from pycoll.simulate import ONE_HOST
 
     said = {
@@ -335,6 +341,7 @@ def _network(arguments: argparse.Namespace) -> tuple[Network, str]:
         for name in (f"{prefix}{word}" for word in _LINK_OPTIONS)
         if getattr(arguments, name) is not None
     }
+    slower: Slower = _as_computed
     if said:
         if arguments.costs is not None:
             raise ValueError(
@@ -353,7 +360,7 @@ def _network(arguments: argparse.Namespace) -> tuple[Network, str]:
         network = network._replace(between=_as_link(between), racks=_as_link(far))
         origin = ""
     else:
-        network, origin = _of_table(arguments)
+        network, origin, slower = _of_table(arguments)
     if arguments.reduce_bandwidth is not None:
         speed = parse_bandwidth(arguments.reduce_bandwidth, "--reduce-bandwidth")
         network = network._replace(reduce_s_per_byte=1 / speed)
@@ -374,7 +381,7 @@ def _network(arguments: argparse.Namespace) -> tuple[Network, str]:
     ):
         if value is not None and value < least:
             raise ValueError(f"{option} is {value}; it must be {least} or more")
-    return network, origin
+    return network, origin, slower
 
 
 def _link(
@@ -401,10 +408,14 @@ def _as_link(values: tuple[float, float, float | None]) -> Link:
     return Link(*values)
 
 
-def _of_table(arguments: argparse.Namespace) -> tuple[Network, str]:
+def _as_computed(collective: str, ranks: int, nbytes: int) -> float:
+    return 1.0
+
+
+def _of_table(arguments: argparse.Namespace) -> tuple[Network, str, Slower]:
     from pycoll._selection import costs
     from pycoll._tools.explain import made_up
-    from pycoll._tools.simulate_network import from_costs
+    from pycoll._tools.simulate_network import from_costs, trend
     from pycoll.errors import BootstrapError
 
     environ = dict(os.environ)
@@ -416,7 +427,10 @@ def _of_table(arguments: argparse.Namespace) -> tuple[Network, str]:
         raise ValueError(str(exc)) from None
     kinds = {"auto": costs.SHM, "shm": costs.SHM, "tcp": costs.TCP, "rdma": costs.RDMA}
     between = costs.RDMA if "rdma" in (arguments.network, arguments.transport) else costs.NET
-    return from_costs(table, kinds[arguments.transport], between), table.origin
+    inside = kinds[arguments.transport]
+    several = arguments.ranks_per_node is not None  # then what is between them counts most
+    slower = _as_computed if several else functools.partial(trend, table, inside)
+    return from_costs(table, inside, between), table.origin, slower
 
 
 # ---------------------------------------------------------------- progress

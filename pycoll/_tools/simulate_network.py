@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pycoll._selection.costs import CostTable, LinkCosts
+from pycoll._selection.costs import WHOLE, CostTable, LinkCosts
 from pycoll.simulate import Link, Network
 
 
@@ -25,6 +25,15 @@ def from_costs(table: CostTable, inside: str, between: str) -> Network:
         reduce_s_per_byte=near.combine,
         call_s=near.call,
     )
+
+
+def trend(table: CostTable, inside: str, collective: str, ranks: int, nbytes: int) -> float:
+    """Return the times that were measured on one host by those that the table's constants give.
+
+    It is the median over the algorithms of a collective, for values of `nbytes`, where every rank
+    had a core. A link has one bandwidth in the table; caches and memory have several.
+    """
+    return table.factor((inside, collective, "", WHOLE), ranks, nbytes, crowded=False)
 
 
 def _link(costs: LinkCosts) -> Link:

@@ -90,7 +90,8 @@ def test_without_numbers_the_network_is_that_of_the_table_of_costs(
     links["shm"] = links["shm"]._replace(step=1.0)
     links["net"] = links["net"]._replace(step=3.0)
     mine = tmp_path / "mine.json"
-    mine.write_text(shipped()._replace(links=links, origin="mine").as_json())
+    table = shipped()._replace(links=links, origin="mine", factors={})
+    mine.write_text(table.as_json())
     found, printed = run(*case, "--costs", str(mine))
     assert found[4, 65536, "ring"]["seconds"] == pytest.approx(6.0, rel=1e-3)
     assert own[4, 65536, "ring"]["seconds"] < 1e-3
@@ -99,6 +100,22 @@ def test_without_numbers_the_network_is_that_of_the_table_of_costs(
     assert found[4, 65536, "ring"]["seconds"] == pytest.approx(3 * 1.0 + 3 * 3.0, rel=1e-3)
     slow, quick = (run(*case, "--transport", name)[0] for name in ("tcp", "shm"))
     assert slow[4, 65536, "ring"]["seconds"] > 2 * quick[4, 65536, "ring"]["seconds"]
+
+
+def test_a_size_that_was_slower_than_the_tables_constants_say_is_so_for_all_on_one_host(
+    run: Run, tmp_path: Path
+) -> None:
+    def times(*factors: float, words: tuple[str, ...] = ()) -> list[float]:
+        row = {2: (*factors, *[1.0] * (len(shipped().sizes) - len(factors)))}
+        rows = {("shm", "all_reduce", name, "whole"): row for name in ("ring", "tree", "linear")}
+        table = tmp_path / "mine.json"
+        table.write_text(shipped()._replace(factors=rows).as_json())
+        case = ["all_reduce", "ring", "central", "-n", "4", "--sizes", "8", "--costs", str(table)]
+        return [each["seconds"] for each in run(*case, *words)[0].values()]
+
+    assert times(3.0) == pytest.approx([3 * time for time in times(1.0)])
+    spread = ("--ranks-per-node", "2")
+    assert times(3.0, words=spread) == times(1.0, words=spread)
 
 
 def test_values_are_cut_where_that_pays_as_far_as_it_can_be_replayed(run: Run) -> None:
