@@ -20,6 +20,7 @@ from pycoll._support.environment import (
     TORCH,
     blocks,
     encrypts,
+    grace,
     usable_cores,
     version,
 )
@@ -38,6 +39,7 @@ _BIND = "keep each rank on one core, or not"
 _SIZE = "how many ranks; by default one for each usable core"
 _HELP_ALL = "print all options, statuses, environment variables"
 _OP_TIMEOUT = "an operation that takes longer than S seconds fails"
+_GRACE = "seconds that ranks have to end, before SIGTERM and before SIGKILL"
 _EXPORT = "a variable for the ranks' environment; may be repeated"
 _TRANSPORT = f"how bytes move: {', '.join(_TRANSPORTS)}"
 _SURVIVE = "a lost rank does not end the job: see comm.shrink()"
@@ -66,6 +68,13 @@ def _seconds(text: str) -> float:
         if (number := float(text)) > 0 and not math.isnan(number):
             return number
     raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text!r}")
+
+
+def _grace(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if (number := float(text)) >= 0:
+            return number
+    raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 up, not {text!r}")
 
 
 def _export(text: str) -> tuple[str, str]:
@@ -107,6 +116,7 @@ def _parser() -> _Parser:
     add = parser.add_argument_group("for deadlines and output").add_argument
     add("--timeout", metavar="S", type=_seconds, help="end the whole job after S seconds")
     add("--op-timeout", metavar="S", type=_seconds, help=_OP_TIMEOUT)
+    add("--grace", metavar="S", type=_grace, help=_GRACE)
     tag = argparse.BooleanOptionalAction
     add("-l", "--tag-output", action=tag, help="put [rank] before each line of output, or not")
     add("--log-dir", metavar="D", help="also write output to D/rank.K.log, D/launcher.log")
@@ -252,6 +262,7 @@ def _options(args: argparse.Namespace) -> Options:
         encrypt=encrypt,
         op_timeout_s=args.op_timeout,
         timeout_s=args.timeout,
+        grace_s=grace(os.environ) if args.grace is None else args.grace,
         tag_output=args.tag_output,
         log_dir=args.log_dir,
         bind=args.bind,

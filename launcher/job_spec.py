@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pycoll._launcher.host import Events, NamedHost
+from pycoll._support.environment import GRACE_S
 
 if TYPE_CHECKING:
     from pycoll._launcher.agent_listener import AgentCalls
@@ -22,6 +23,7 @@ class Options(NamedTuple):
         encrypt: what travels outside shared memory is encrypted.
         op_timeout_s: default deadline of every operation (None: none).
         timeout_s: longest time for the whole job (None: unlimited).
+        grace_s: how long ranks may go on before SIGTERM, and then before SIGKILL.
         tag_output: put the rank before each line of output (None: on a terminal).
         log_dir: folder for one file a rank with what it prints.
         bind: "core" keeps each rank on a core of its own, "none" on none.
@@ -44,6 +46,7 @@ class Options(NamedTuple):
     encrypt: bool = False
     op_timeout_s: float | None = None
     timeout_s: float | None = None
+    grace_s: float = GRACE_S
     tag_output: bool | None = None
     log_dir: str | None = None
     bind: str = "none"

@@ -43,7 +43,7 @@ class LastingJob(Job):
         return tuple(self.server.table()) if self.server.is_anyone_waiting() else ()
 
     def stop(self) -> None:
-        """End the ranks: SIGTERM, 2 s later SIGKILL."""
+        """End the ranks: SIGTERM, later SIGKILL."""
         self.give_up(1, "the job was ended")
 
     def note_ended(

@@ -13,16 +13,17 @@ class LostRanks:
     """Ends ranks one by one, where others would have the whole job ended.
 
     Args:
+        grace_s: see `SignalPlan`.
         send: sends a signal to a rank, and to what it has started: rank and signal.
     """
 
-    def __init__(self, send: Callable[[int, int], object]) -> None:
-        self._send = send
+    def __init__(self, grace_s: float, send: Callable[[int, int], object]) -> None:
+        self._grace_s, self._send = grace_s, send
         self._plans: dict[RankState, SignalPlan] = {}
 
     def add(self, rank: RankState, now: float, at_once: bool = False) -> None:
         """A rank has failed: it has some seconds to end by itself, or none."""
-        plan = self._plans[rank] = SignalPlan()
+        plan = self._plans[rank] = SignalPlan(self._grace_s)
         (plan.end if at_once else plan.fail)(now)
 
     def update(self, now: float) -> list[float]:

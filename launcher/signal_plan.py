@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 
-_TERM_S, _KILL_S = 2.0, 4.0  # from the first failure to SIGTERM, and to SIGKILL
 _KILL_AGAIN_S, _MAX_KILLS = 0.5, 10  # for what is still there; after the last it is given up
 
 
@@ -14,9 +13,14 @@ class SignalPlan:
 
     SIGKILL alone is repeated until all ranks have ended, or it was sent so often that it is
     useless. All times are of time.monotonic().
+
+    Args:
+        grace_s: how long ranks have each time: to end by themselves before SIGTERM, and after that
+            before SIGKILL; infinity: as long as they want.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
         self._due: dict[int, float] = {}
         self._num_kills = 0
         self._is_interrupted = False  # by Ctrl-C, once
@@ -46,22 +50,26 @@ class SignalPlan:
         return signals
 
     def fail(self, now: float) -> None:
-        """A rank failed: the others have some seconds to end by themselves."""
-        self._add({signal.SIGTERM: now + _TERM_S, signal.SIGKILL: now + _KILL_S})
+        """A rank failed: the others may end by themselves, before SIGTERM comes."""
+        self._end_after(now + self._grace_s)
 
     def end(self, now: float) -> None:
-        """All ranks shall end: SIGTERM, 2 s later SIGKILL."""
-        self._add({signal.SIGTERM: now, signal.SIGKILL: now + _TERM_S})
+        """All ranks shall end: SIGTERM now."""
+        self._end_after(now)
 
     def pass_on(self, signum: int, now: float) -> None:
         """The launcher got a signal: the ranks get it, too; the second Ctrl-C kills them."""
         if signum == signal.SIGINT and self._is_interrupted:
             self._add({signal.SIGKILL: now})
         elif signum == signal.SIGTERM:
-            self._add({signum: now, signal.SIGKILL: now + _KILL_S})
+            self._end_after(now)
         else:
-            self._add({signum: now, signal.SIGTERM: now + _TERM_S, signal.SIGKILL: now + _KILL_S})
+            self._add({signum: now})
+            self._end_after(now + self._grace_s)
         self._is_interrupted = self._is_interrupted or signum == signal.SIGINT
+
+    def _end_after(self, at: float) -> None:
+        self._add({signal.SIGTERM: at, signal.SIGKILL: at + self._grace_s})
 
     def _add(self, plan: Mapping[int, float]) -> None:
         for signum, at in plan.items():

@@ -2,8 +2,9 @@
 
 One thread and one selector: ranks are watched by their host (`host`), their output, the rendezvous
 and signals by a descriptor each. A failure is told to the other ranks at once; those that do not
-end by themselves get SIGTERM after 2 s and SIGKILL after 4 s, with everything they started. With
-`--survive` only the rank that has failed gets these signals, and what it has started.
+end by themselves get SIGTERM after 2 s and SIGKILL after 4 s (`Options.grace_s`), with everything
+they started. With `--survive` only the rank that has failed gets these signals, and what it has
+started.
 """
 
 from __future__ import annotations
@@ -100,8 +101,11 @@ class Job:
         self._ended: Mapping[int, str] = {}  # ranks at the end of a task, and what the table says
         self._decision: Decision | None = None
         self._record: Callable[[str], object] = lambda text: None  # to the launcher's log
-        self._plan = SignalPlan()
-        self._lost = LostRanks(lambda rank, signum: self._hosts.of(rank).signal_rank(rank, signum))
+        self._plan = SignalPlan(options.grace_s)
+        self._lost = LostRanks(
+            options.grace_s, lambda rank, signum: self._hosts.of(rank).signal_rank(rank, signum)
+        )
+        self._late_at = _NEVER  # when the whole job has taken too long
         self._over_at: float | None = None  # when the job is left, all ranks having ended
 
     def run(self) -> Outcome:
@@ -123,6 +127,8 @@ class Job:
     def open(self, stack: contextlib.ExitStack) -> None:
         """Prepare; the stack undoes it, and ends what is left of the job."""
         self._started = time.monotonic()
+        if self._options.timeout_s is not None:
+            self._late_at = self._started + self._options.timeout_s
         self._stack = stack
         self.selector = stack.enter_context(selectors.DefaultSelector())
 
@@ -162,7 +168,7 @@ class Job:
         self.give_up(TIMED_OUT, f"the job took longer than {limit_s:g} s", self.server.table())
 
     def give_up(self, status: int, text: str, table: Sequence[str] = ()) -> None:
-        """End the job: SIGTERM, 2 s later SIGKILL. See `outcome.Decision`."""
+        """End the job: SIGTERM, later SIGKILL. See `outcome.Decision`."""
         now = time.monotonic()
         self._decide(now, status, text, table)
         self._plan.end(now)
@@ -235,7 +241,6 @@ class Job:
 
     def _act(self, now: float) -> float:
         """Do what is due; returns when to call this again."""
-        options = self._options
         wake = [self._relay.update(now), self._watch_waits.update(now), self._hosts.update(now)]
         self._heed_signals(now)
         if self._relay.error is not None:
@@ -245,12 +250,13 @@ class Job:
                 self._lose(rank, now)
             elif rank.lost_at is not None:
                 wake.append(rank.lost_at + _LINGER_S)
-        if options.timeout_s is not None and not self._plan and self._over_at is None:
-            if now >= self._started + options.timeout_s:
-                self.time_out(options.timeout_s)
-                if not self._hosts.have_started:
-                    self._over_at = now
-            wake.append(self._started + options.timeout_s)
+        if now >= self._late_at:
+            self._late_at = _NEVER
+            if self._over_at is None:
+                self.time_out(self._options.timeout_s or 0.0)
+            if not self._hosts.have_started:
+                self._over_at = now
+        wake.append(self._late_at)
         for signum in self._plan.take(now):
             self._signal_ranks(signum, now)
         wake.extend(self._plan.times)

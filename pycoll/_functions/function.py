@@ -28,7 +28,7 @@ from pycoll._launcher.job_spec import Options
 from pycoll._launcher.outcome import DEADLOCKED, TIMED_OUT, Outcome
 from pycoll._launcher.spawn import Job
 from pycoll._support import pickling
-from pycoll._support.environment import encrypts
+from pycoll._support.environment import encrypts, grace
 from pycoll._support.public_edge import edge
 from pycoll._support.wording import a_kind
 from pycoll.errors import Error, OperationTimeout, PeerFailed
@@ -105,6 +105,7 @@ def checked_options(n: int, timeout: float | None, transport: str | None) -> Opt
         timeout_s=check_timeout(timeout),
         transport=default_transport() if transport is None else transport,
         encrypt=default_encryption(),
+        grace_s=grace(os.environ),
         ends_deadlocks=True,
     )
 

@@ -45,7 +45,8 @@ class Pool:
 
     Each run has communicators of its own, which end with it: what is wrong with one run's, the next
     does not see. An exception ends a run on all ranks; those that have not come to an end 2 s later
-    are interrupted (KeyboardInterrupt). So does a deadlock, which is found as for `pycoll.run`.
+    (PYCOLL_GRACE) are interrupted (KeyboardInterrupt). So does a deadlock, which is found as for
+    `pycoll.run`.
     Ranks are replaced, and what they held is lost, if one of them dies or calls ``sys.exit(1)``, or
     if the run takes longer than its timeout or does not heed the interrupt; the exception says so.
 
@@ -108,7 +109,7 @@ class Pool:
             Exception: as `pycoll.run`.
             Error: the pool is closed.
             KeyboardInterrupt: the ranks were interrupted, too; those that have ended what they did
-                within 2 s are there for the next run, with what they hold.
+                within 2 s (PYCOLL_GRACE) are there for the next run, with what they hold.
         """
         limit = self._options.timeout_s if timeout is None else check_timeout(timeout)
         write_task = task(fn, args)

@@ -26,7 +26,6 @@ from pycoll._launcher.job_spec import Options
 from pycoll._launcher.lasting import LastingJob
 from pycoll._launcher.outcome import DEADLOCKED, Outcome
 
-_GRACE_S = 2.0  # from a failure to the interrupt of the others, and from that to their end
 _TELL_S = 0.5  # from an answer to when those that have none yet hear of it
 _ENDED = {False: "returned", True: "raised"}
 CLOSE_S = 5.0  # for ranks that have nothing to do to end
@@ -50,7 +49,7 @@ class Ranks:
     """
 
     def __init__(self, options: Options, write_start: WriteTask) -> None:
-        self.size = options.size
+        self.size, self._grace_s = options.size, options.grace_s
         self.is_over = False
         self._pid = os.getpid()
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as theirs:
@@ -88,13 +87,13 @@ class Ranks:
 
         Raises:
             Error: the ranks' output cannot be written.
-            KeyboardInterrupt: by Ctrl-C. The ranks had 2 s to end what they did, and are there if
-                they have done so. Other signals end the job and take their course.
+            KeyboardInterrupt: by Ctrl-C. The ranks had `Options.grace_s` to end what they did, and
+                are there if they have done so. Other signals end the job and take their course.
         """
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(memfd()) for _ in range(self.size + 1)]
             write_task(files[0].fileno(), call.InheritedDescriptors(0, []))
-            run = _Run(self._job, self._sockets, timeout_s)
+            run = _Run(self._job, self._sockets, timeout_s, self._grace_s)
             try:
                 with self._job.catching():
                     self._job.write_to(None, None)
@@ -158,15 +157,20 @@ class _Run:
         job: the ranks.
         sockets: to each.
         timeout_s: seconds; None: no limit.
+        grace_s: from a failure to the interrupt of the others, and from that to their end.
 
     Attributes:
         interrupted: by Ctrl-C: what each rank was doing; or None.
     """
 
     def __init__(
-        self, job: LastingJob, sockets: Sequence[socket.socket], timeout_s: float | None
+        self,
+        job: LastingJob,
+        sockets: Sequence[socket.socket],
+        timeout_s: float | None,
+        grace_s: float,
     ) -> None:
-        self._job, self._sockets = job, sockets
+        self._job, self._sockets, self._grace_s = job, sockets, grace_s
         self._limit_s = math.inf if timeout_s is None else timeout_s
         self._deadline = time.monotonic() + self._limit_s
         self._answers: dict[int, dict[str, Any]] = {}
@@ -243,7 +247,7 @@ class _Run:
             self._job.time_out(self._limit_s)
             return math.inf
         if self._call_off_at == math.inf and self._first_failed() is not None:
-            self._call_off_at = now + _GRACE_S
+            self._call_off_at = now + self._grace_s
         if self._call_off_at == math.inf and self._job.deadlock and not self._are_called_off:
             self._deadlock, self._call_off_at = self._job.deadlock, now
         if now >= self._call_off_at:
@@ -273,7 +277,7 @@ class _Run:
             self._is_stopped = True
             self._job.stop()
             return
-        self._are_called_off, self._call_off_at = True, now + _GRACE_S
+        self._are_called_off, self._call_off_at = True, now + self._grace_s
         for rank in set(range(len(self._sockets))) - self._answers.keys():
             pid = self._job.server.state(rank)[1]
             if pid:  # a child of ours: its number is its own until the job is over

@@ -71,6 +71,7 @@ SETTINGS = (
 LAUNCHER = (
     Variable("PYCOLL_TRANSPORT", "default of --transport"),
     Variable("PYCOLL_ENCRYPT", "1: as --encrypt; 0: no, and that is not pointed out"),
+    Variable("PYCOLL_GRACE", "default of --grace, also for pycoll.run and pycoll.Pool (2)"),
     Variable("PYCOLL_WARN_AFTER", "seconds after which it says who waits for whom (30; 0: never)"),
     Variable("PYCOLL_TRACE_RECORDS", "how many calls of each rank --trace keeps"),
     Variable("NO_COLOR", "if not empty, pycoll-run writes no colors"),
@@ -267,14 +268,31 @@ def warn_after(environ: Mapping[str, str]) -> float:
     Raises:
         Error: PYCOLL_WARN_AFTER is no number of seconds.
     """
-    text = environ.get("PYCOLL_WARN_AFTER") or "30"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not seconds >= 0:
-        raise Error(f"PYCOLL_WARN_AFTER is {text!r}, but must be seconds (0: never)")
+    seconds = _seconds(environ, "PYCOLL_WARN_AFTER", 30.0, "seconds (0: never)")
     return 0.0 if seconds == math.inf else seconds
+
+
+GRACE_S = 2.0
+"""How long ranks have to end by themselves, and after SIGTERM, unless something else is said."""
+
+
+def grace(environ: Mapping[str, str]) -> float:
+    """Seconds that ranks have to end by themselves, and after SIGTERM; infinity: any time.
+
+    Raises:
+        Error: PYCOLL_GRACE is no number of seconds.
+    """
+    return _seconds(environ, "PYCOLL_GRACE", GRACE_S, "seconds from 0 up")
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float, what: str) -> float:
+    text = environ.get(name)
+    if not text:
+        return default
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) >= 0:
+            return seconds
+    raise Error(f"{name} is {text!r}, but must be {what}")
 
 
 def usable_cores() -> int:
