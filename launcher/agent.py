@@ -15,7 +15,7 @@ for a while, it ends the ranks.
     link number, frame            for the rank at the other end of that link
     links numbers, frame          for several of them
     joined rank, pid              watches that process, too
-    signal number                 to every process of the job here
+    signal number                 to every process of the job here; SIGUSR1, SIGUSR2: to the ranks
     signal_rank rank, number      to the processes of a rank
     failure                       wakes the ranks: one of the job has failed
     taken rank, stream, nbytes    so much of its output has been written
@@ -32,6 +32,7 @@ for a while, it ends the ranks.
     drank nbytes                  so much of its input rank 0 has got; -1: it wants no more
     trace rank, piece             what it has recorded (`tracing`), before over
     said text                     what happens, for `--verbose`
+    signalled signal              it has got that (SIGUSR1, SIGUSR2), for all ranks
     leaving signal                it ends because of it
     beat states                   of each rank the call it waits in, what its process does
 """
@@ -106,6 +107,7 @@ class Agent:
         selector: its loop.
         open_line: opens the line to the launcher, when given what hears frames, and of its end.
         starter: what has started this process: "ssh", "srun", "rank", "call".
+        for_ranks: signals that have come, and mean the ranks of the job.
     """
 
     def __init__(
@@ -113,8 +115,10 @@ class Agent:
         selector: selectors.BaseSelector,
         open_line: Callable[[Hear, Callable[[str], None]], Line],
         starter: str,
+        for_ranks: list[int] | None = None,
     ) -> None:
         self._selector, self._starter = selector, starter
+        self._for_ranks = [] if for_ranks is None else for_ranks
         self._stack = contextlib.ExitStack()
         self._line = open_line(self._hear, self._lose)
         self._host: OwnHost | None = None
@@ -132,6 +136,8 @@ class Agent:
                 now = time.monotonic()
                 if signals or self._line.is_silent(now):
                     break
+                while self._for_ranks:
+                    self._line.send("signalled", self._for_ranks.pop(0))
                 if now >= self._line.beat_at():
                     self._line.send("beat", self._states())
                 wake = min(self._line.beat_at(), self._line.silent_at())
@@ -355,14 +361,15 @@ def main(starter: str) -> int:
     os.dup2(nowhere, 0)
     os.dup2(2, 1)  # what is printed by mistake is no frame
     os.close(nowhere)
-    with selectors.DefaultSelector() as selector, caught_signals(selector) as signals:
+    for_ranks: list[int] = []
+    with selectors.DefaultSelector() as selector, caught_signals(selector, for_ranks) as signals:
 
         def open_line(hear: Hear, lost: Callable[[str], None]) -> Line:
             line = DescriptorLine(reading, writing, selector, hear, lost)
             line.mark()
             return line
 
-        return Agent(selector, open_line, starter).run(signals)
+        return Agent(selector, open_line, starter, for_ranks).run(signals)
 
 
 if __name__ == "__main__":

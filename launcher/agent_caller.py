@@ -39,6 +39,7 @@ class CallingAgent(Agent):
         node: the number of this host.
         inherited: descriptors that the ranks inherit.
         command: their program and its arguments; (): the launcher says it.
+        for_ranks: see `Agent`.
 
     Attributes:
         refusal: why it was turned away; "": it was not.
@@ -51,8 +52,9 @@ class CallingAgent(Agent):
         node: int,
         inherited: Sequence[int],
         command: Sequence[str],
+        for_ranks: list[int],
     ) -> None:
-        super().__init__(selector, open_line, "call")
+        super().__init__(selector, open_line, "call", for_ranks)
         self._node, self._inherited, self._command = node, inherited, command
         self.refusal = ""
 
@@ -99,14 +101,15 @@ def serve(
         BootstrapError: the launcher was not reached, or has no place for this host.
     """
     leashes = [] if leash < 0 else [leash]
-    with selectors.DefaultSelector() as selector, caught_signals(selector) as signals:
+    for_ranks: list[int] = []
+    with selectors.DefaultSelector() as selector, caught_signals(selector, for_ranks) as signals:
         deadline = time.monotonic() + wait_s
         link = reach(ticket, whom, _MAX_RANKS, deadline, leashes, signals)
 
         def open_line(hear: Hear, lost: Callable[[str], None]) -> Line:
             return LinkLine(link, selector, hear, lost)
 
-        agent = CallingAgent(selector, open_line, node, inherited, command)
+        agent = CallingAgent(selector, open_line, node, inherited, command, for_ranks)
         for each in leashes:
             selector.register(each, selectors.EVENT_READ, lambda: signals.append(signal.SIGHUP))
         status = agent.run(signals)

@@ -274,6 +274,7 @@ def _options(args: argparse.Namespace) -> Options:
         survive=args.survive,
         nodes=of_rank,
         calls=node.calls() if node is not None else None,
+        passes_on=True,
         verbose=args.verbose,
         trace_records=_trace_records(args.trace, size),
         exports=exports,

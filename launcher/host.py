@@ -11,6 +11,7 @@ import os
 import resource
 import select
 import selectors
+import signal
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -19,6 +20,7 @@ from pycoll._launcher import guardian, process
 from pycoll._launcher.host_memory import JobMemory
 from pycoll._launcher.outcome import signal_name
 from pycoll._launcher.rendezvous_pairs import link_variable
+from pycoll._launcher.signals import PASSED_ON
 from pycoll._support.environment import HostPlacement, cpus_of_cores, rank_environment, usable_cores
 
 if TYPE_CHECKING:
@@ -99,7 +101,7 @@ class Host(Protocol):
         """Wake the ranks that wait natively: one has failed."""
 
     def signal(self, signum: int) -> None:
-        """Send a signal to every process of the job on this host."""
+        """Send a signal to every process of the job on this host; of `PASSED_ON` to ranks alone."""
 
     def signal_rank(self, rank: int, signum: int) -> None:
         """Send a signal to the process of a rank, and to those that it has started."""
@@ -319,6 +321,8 @@ class LocalHost:
 
     def signal(self, signum: int) -> None:
         """See `Host`."""
+        if signum in PASSED_ON:
+            return self._pass_on(signum)
         self.free_descriptors()
         try:
             reached = guardian.signal_members(self._sessions(), self._job, signum)
@@ -332,6 +336,19 @@ class LocalHost:
         """See `Host`."""
         with contextlib.suppress(OSError):  # who is in the rank's process group was reached
             guardian.signal_members({self._processes[rank].pid}, self._job, signum, rank)
+
+    def _pass_on(self, signum: int) -> None:
+        """Signal no process but ranks: that which has joined, else that which was started here.
+
+        What else runs there, workers that load data for example, has no handler, and would end.
+        """
+        for each in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                if each.joined_pidfd is not None:
+                    signal.pidfd_send_signal(each.joined_pidfd, signum)
+                elif not each.has_ended:
+                    os.kill(each.pid, signum)
+        self._events.say(f"{signal_name(signum)} to the ranks")
 
     def sweep(self) -> None:
         """See `Host`. Where this process cannot, the guardian does."""

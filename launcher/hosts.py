@@ -293,6 +293,11 @@ class Hosts:
         for host in self._all:
             host.signal(signum)
 
+    def pass_on(self, signum: int) -> None:
+        """Send a signal to the ranks alone, which go on."""
+        for host in self._all:
+            host.signal(signum)
+
     def sweep(self, hear: Callable[[], object]) -> None:
         """Kill whatever is left of the job; pass on what other hosts still have to say.
 
@@ -442,6 +447,10 @@ class Hosts:
     def tell(self, lines: Sequence[str]) -> None:
         """Pass it on."""
         self._events.tell(lines)
+
+    def signalled(self, signum: int) -> None:
+        """Pass it on."""
+        self._events.signalled(signum)
 
     def here(self, host: RemoteHost) -> None:
         """Called when an agent is there."""

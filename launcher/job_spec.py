@@ -35,6 +35,7 @@ class Options(NamedTuple):
         address: they reach this host at this one ("": those that they find).
         checks: no ranks are started, but the ways between the hosts are measured.
         survive: a rank that is lost does not end the job, once all have met.
+        passes_on: SIGUSR1 and SIGUSR2 that come here are for the ranks.
         ends_deadlocks: end the job when ranks wait for each other for ever, as is certain.
         verbose: tell on standard error what happens.
         trace_records: how many calls of each rank are recorded; 0: none.
@@ -58,6 +59,7 @@ class Options(NamedTuple):
     address: str = ""
     checks: bool = False
     survive: bool = False
+    passes_on: bool = False
     ends_deadlocks: bool = False
     verbose: bool = False
     trace_records: int = 0
@@ -103,3 +105,6 @@ class JobEvents(Events, Protocol):
 
     def tell(self, lines: Sequence[str]) -> None:
         """Show the user what is not a rank's."""
+
+    def signalled(self, signum: int) -> None:
+        """Called when another host was sent a signal that is for the ranks."""

@@ -301,6 +301,9 @@ class Meeting:
                 "".join(f"pycoll: {line}\n" for line in lines), end="", file=sys.stderr, flush=True
             )
 
+    def signalled(self, signum: int) -> None:
+        """Whoever has started the ranks signals them, too."""
+
     def here(self, host: RemoteHost) -> None:
         """Called when an agent is there."""
         host.name = host.hello["host"]

@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pycoll.errors import BootstrapError, Error
@@ -20,6 +20,7 @@ TIMED_OUT = 124
 DEADLOCKED = errno.EDEADLK
 """The status of a job that was ended because ranks wait for each other for ever."""
 
+_NO_HANDLER = "{} was passed on to all ranks, and ends a program that has no handler for it"
 _ERROR_LINES = 12  # lines of a traceback, or of standard error, in a report
 
 
@@ -201,12 +202,20 @@ def judge(
     decision: Decision | None,
     started: float,
     stderr_of: Callable[[int], str],
+    passed_on: Collection[int] = (),
 ) -> Outcome:
     """The outcome of a job that is over.
 
     The cause is the earliest death or exception; that another rank failed is the cause of nothing
     unless there is nothing else. Ranks without which the others have gone on do not count, unless
     one has ended the job.
+
+    Args:
+        ranks: what is known of each.
+        decision: why the launcher itself has ended the job; None: it has not.
+        started: when the job was, of time.monotonic().
+        stderr_of: returns the end of a rank's standard error.
+        passed_on: signals that ranks were sent, and that end a program without a handler.
     """
     counted = [rank for rank in ranks if not rank.left_out or rank.abort_code is not None]
     if decision is None and all(rank.well for rank in counted):
@@ -223,7 +232,9 @@ def judge(
     head = f"rank {cause.rank} failed after {at - started:.1f} s: {cause.describe()}"
     told = cause if cause.needed_by is None else ranks[cause.needed_by]
     detail = told.raised.text if told.raised else stderr_of(told.rank)
-    report = _join(head, last_lines(detail), _others(ranks, cause))
+    died_of = [s for s in passed_on if cause.status in (-s, 128 + s) and not cause.signalled]
+    hint = _NO_HANDLER.format(signal_name(died_of[0])) if died_of else ""
+    report = _join(head, last_lines(detail), hint, _others(ranks, cause))
     return Outcome(cause.job_status, cause.rank, report, cause.describe(), is_lost=bool(cause.gone))
 
 

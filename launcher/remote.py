@@ -65,6 +65,9 @@ class RemoteEvents(Events, Protocol):
     def tell(self, lines: Sequence[str]) -> None:
         """Show the user what is not a rank's."""
 
+    def signalled(self, signum: int) -> None:
+        """Called when the agent was sent a signal that is for the ranks: of all hosts."""
+
 
 class RemoteHost:
     """A host with an agent: `host.Host`. The agent comes by `line`, which whoever makes this sets.
@@ -250,6 +253,8 @@ class RemoteHost:
             self._events.refused(self, OSError(number, text, file))
         elif kind == "drank" and self.input is not None:
             self.input.taken(fields[0])
+        elif kind == "signalled":
+            self._events.signalled(fields[0])
         elif kind == "leaving":
             self.lose(f"pycoll was ended there by {fields[0]}")
         elif kind == "over":

@@ -9,12 +9,19 @@ import signal
 import threading
 from collections.abc import Iterator
 
-_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+"""What means something to ranks alone: a batch system says so that their time will soon be over."""
 
 
 @contextlib.contextmanager
-def caught_signals(selector: selectors.BaseSelector) -> Iterator[list[int]]:
+def caught_signals(
+    selector: selectors.BaseSelector, for_ranks: list[int] | None = None
+) -> Iterator[list[int]]:
     """Note SIGINT, SIGTERM and SIGHUP in a list, and wake the selector, instead of acting on them.
+
+    So are SIGUSR1 and SIGUSR2 in `for_ranks`, if that is given.
 
     Signals that are ignored (as nohup does) stay ignored. In any thread but the main one nothing is
     changed and the list stays empty. The handlers are put back at the end.
@@ -27,9 +34,12 @@ def caught_signals(selector: selectors.BaseSelector) -> Iterator[list[int]]:
     # Without a descriptor a signal that comes just before the selector sleeps would wake nobody.
     before = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
     handlers = {}
-    for signum in _CAUGHT:
+    lists = dict.fromkeys(_ENDING, caught)
+    if for_ranks is not None:
+        lists |= dict.fromkeys(PASSED_ON, for_ranks)
+    for signum in lists:
         if signal.getsignal(signum) is not signal.SIG_IGN:
-            handlers[signum] = signal.signal(signum, lambda got, _: caught.append(got))
+            handlers[signum] = signal.signal(signum, lambda got, _: lists[got].append(got))
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # children would leave no exit status
         handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     selector.register(end, selectors.EVENT_READ, lambda: os.read(end, 4096))

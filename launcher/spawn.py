@@ -98,6 +98,8 @@ class Job:
         self._ranks = [RankState(rank) for rank in range(options.size)]
         self._started = time.monotonic()
         self.signals: list[int] = []
+        self._for_ranks: list[int] = []  # signals that have come, and mean the ranks
+        self._passed_on: set[int] = set()
         self._ended: Mapping[int, str] = {}  # ranks at the end of a task, and what the table says
         self._decision: Decision | None = None
         self._record: Callable[[str], object] = lambda text: None  # to the launcher's log
@@ -135,7 +137,8 @@ class Job:
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:
         """Catch signals, as `run` does; else none is heeded."""
-        with caught_signals(self.selector) as self.signals:
+        for_ranks = self._for_ranks if self._options.passes_on else None
+        with caught_signals(self.selector, for_ranks) as self.signals:
             yield
 
     def start(self) -> Outcome | None:
@@ -432,7 +435,18 @@ class Job:
         if self._decision is None:
             self._decision = Decision(now, status, text, tuple(table))
 
+    def signalled(self, signum: int) -> None:
+        """Called when another host was sent a signal that is for the ranks; `JobEvents`."""
+        self._for_ranks.append(signum)
+
     def _heed_signals(self, now: float) -> None:
+        while self._for_ranks:
+            signum = self._for_ranks.pop(0)
+            if self._hosts.have_started:
+                self._passed_on.add(signum)
+                self._hosts.pass_on(signum)
+            else:
+                self.tell([f"{name_of(signum)} came before the ranks had started: nobody got it"])
         while self.signals:
             signum = self.signals.pop(0)
             text = f"ended by {name_of(signum)} after {now - self._started:.1f} s"
@@ -472,7 +486,9 @@ class Job:
     def _outcome(self) -> Outcome:
         if not self._hosts.have_started and self._decision is not None:
             return Outcome(self._decision.status, None, self._decision.text)
-        outcome = judge(self._ranks, self._decision, self._started, self._relay.tail)
+        outcome = judge(
+            self._ranks, self._decision, self._started, self._relay.tail, self._passed_on
+        )
         if outcome.status == 0 and not outcome.report:
             outcome = outcome._replace(report=unconnected(self._ranks, self._argv[0]))
         return outcome

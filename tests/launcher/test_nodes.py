@@ -53,6 +53,26 @@ def test_nodes_find_each_other_whoever_is_first(nodes: Any, script: Any, first: 
     assert job.end(1) == (0, "", "")
 
 
+def test_a_warning_to_any_node_reaches_the_ranks_of_all(nodes: Any, script: Any) -> None:
+    text = """
+import pycoll, signal
+got = []
+signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+comm = pycoll.init()
+comm.barrier()
+print("ready", flush=True)
+while not comm.all_reduce(len(got), op="min"):
+    pass
+"""
+    job, path = nodes(2), script(text)
+    first = job.start(0, "-n", "2", path)
+    job.start(1, "-n", "2", path)
+    until("ready", first, 2)
+    job.processes[1].send_signal(signal.SIGUSR1)
+    assert job.end(0)[0] == 0
+    assert job.end(1) == (0, "", "")
+
+
 def test_the_ranks_of_all_nodes_encrypt_if_node_0_says_so(nodes: Any, script: Any) -> None:
     text = """
 import pycoll
