@@ -8,12 +8,13 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from pycoll._launcher.host import NamedHost
 from pycoll._launcher.job_spec import Options
-from pycoll._launcher.outcome import CANNOT_START, CannotStartError, own_lines
+from pycoll._launcher.outcome import CANNOT_START, CannotStartError, Outcome, own_lines
 from pycoll._launcher.spawn import Job
 from pycoll._support.environment import (
     IDENTITY,
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
 
 _PROGRAM = "pycoll-run"
 _TRANSPORTS = ("auto", "shm", "tcp", "zmq", "rdma")
-_NOT_YET = ("--restarts",)
 _OWN = {variable.name for variable in (*IDENTITY, *TORCH)} - {"MASTER_ADDR", "MASTER_PORT"}
 _BIND = "keep each rank on one core, or not"
 _SIZE = "how many ranks; by default one for each usable core"
 _HELP_ALL = "print all options, statuses, environment variables"
 _OP_TIMEOUT = "an operation that takes longer than S seconds fails"
 _GRACE = "seconds that ranks have to end, before SIGTERM and before SIGKILL"
+_RESTARTS = "begin again when ranks fail, K times at most"
 _EXPORT = "a variable for the ranks' environment; may be repeated"
 _TRANSPORT = f"how bytes move: {', '.join(_TRANSPORTS)}"
 _SURVIVE = "a lost rank does not end the job: see comm.shrink()"
@@ -56,11 +57,11 @@ class _Parser(argparse.ArgumentParser):
         raise _UsageError(message)
 
 
-def _whole(text: str) -> int:
+def _whole(text: str, least: int = 1) -> int:
     with contextlib.suppress(ValueError):
-        if (number := int(text)) >= 1:
+        if (number := int(text)) >= least:
             return number
-    raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, not {text!r}")
 
 
 def _seconds(text: str) -> float:
@@ -117,6 +118,7 @@ def _parser() -> _Parser:
     add("--timeout", metavar="S", type=_seconds, help="end the whole job after S seconds")
     add("--op-timeout", metavar="S", type=_seconds, help=_OP_TIMEOUT)
     add("--grace", metavar="S", type=_grace, help=_GRACE)
+    add("--restarts", metavar="K", type=partial(_whole, least=0), help=_RESTARTS)
     tag = argparse.BooleanOptionalAction
     add("-l", "--tag-output", action=tag, help="put [rank] before each line of output, or not")
     add("--log-dir", metavar="D", help="also write output to D/rank.K.log, D/launcher.log")
@@ -140,8 +142,6 @@ def _split(parser: _Parser, argv: Sequence[str]) -> int:
     while index < len(argv):
         text = argv[index]
         flag, equals, _ = text.partition("=")
-        if flag in _NOT_YET:
-            raise _UsageError(f"version {version()} does not have the option {flag} yet")
         if text in ("-m", "--") or not text.startswith("-"):
             break
         if text == "-" or (flag not in takes_value and text[:2] not in ("-n", "-x", "-H")):
@@ -172,41 +172,21 @@ def _program(argv: Sequence[str]) -> list[str]:
     return [sys.executable, *argv]
 
 
-def _hosts(args: argparse.Namespace, node: Node | None) -> tuple[list[NamedHost], list[int]]:
-    """The hosts of the job, and by rank the index of its host; none: this one."""
-    environ = os.environ
+def _hosts(
+    args: argparse.Namespace, node: Node | None, lost: Collection[str]
+) -> tuple[list[NamedHost], list[int]]:
+    """The hosts of the job but `lost`, and by rank the index of its host; none: this one."""
     if node is not None:
         if args.hosts or args.hostfile or args.emulate_hosts:
             raise _UsageError("-H, --hostfile and --emulate-hosts do not go with PYCOLL_NODES")
+        if args.restarts:
+            raise _UsageError("--restarts does not go with PYCOLL_NODES: each node has one attempt")
         return node.hosts(args.size or node.nodes * usable_cores())
-    if args.hosts is None and args.hostfile is None and "SLURM_JOB_ID" not in environ:
+    if args.hosts is None and args.hostfile is None and "SLURM_JOB_ID" not in os.environ:
         return [], []
-    # Not at the top: most jobs have one host.
-    from pycoll._launcher import slurm
-    from pycoll._launcher.hostlist import lay_out, parse_hosts, read_hostfile, spread
-    from pycoll._launcher.starters import named_host
+    from pycoll._launcher.host_choice import choose_hosts  # not sooner: most jobs have one host
 
-    allocated = slurm.allocation(environ) if slurm.is_allocation(environ) else []
-    if args.hosts is not None and args.hostfile is not None:
-        raise _UsageError("--hostfile does not go together with -H")
-    if args.hosts is not None:
-        option, slots = "-H", parse_hosts(args.hosts)
-    elif args.hostfile is not None:
-        option, slots = "--hostfile", read_hostfile(args.hostfile)
-    elif allocated and args.emulate_hosts is None:
-        option, slots = "", allocated
-    else:
-        return [], []
-    if args.emulate_hosts:
-        raise _UsageError(f"--emulate-hosts does not go together with {option}")
-    if not option and args.size is not None:
-        slots = spread(slots, args.size)
-    names, nodes = lay_out(slots, args.size)
-    theirs = {each.host for each in allocated}
-    hosts = [named_host(name, environ, theirs) for name in names]
-    if len(hosts) == 1 and not hosts[0].command:
-        return [], nodes
-    return hosts, nodes
+    return choose_hosts(args, lost)
 
 
 def _node() -> Node | None:
@@ -227,9 +207,9 @@ def _address(text: str | None) -> str:
         raise _UsageError(f"--address must be an IP address, not {text!r}") from None
 
 
-def _options(args: argparse.Namespace) -> Options:
+def _options(args: argparse.Namespace, lost: Collection[str] = ()) -> Options:
     node = _node()
-    hosts, of_rank = _hosts(args, node)
+    hosts, of_rank = _hosts(args, node, lost)
     size = len(of_rank) or args.size or usable_cores()
     if args.emulate_hosts is not None and args.emulate_hosts > size:
         raise _UsageError(
@@ -365,12 +345,31 @@ def _run(argv: Sequence[str]) -> int:
         return status
     # Closed, its number is that of something else by now.
     stdin = subprocess.DEVNULL if sys.stdin is None else None
-    job = Job(command, _options(args), stdin=stdin)
-    outcome = job.run()
+    job: Job
+    if args.restarts:
+        job, outcome = _run_again(command, args, stdin)
+    else:
+        job = Job(command, _options(args), stdin=stdin)
+        outcome = job.run()
     is_written = not job.traces or _write_trace(args.trace, job.traces)
     if outcome.report:
         _tell(outcome.report)
     return outcome.status or (0 if is_written else 1)
+
+
+def _run_again(
+    command: Sequence[str], args: argparse.Namespace, stdin: int | None
+) -> tuple[Job, Outcome]:
+    from pycoll._launcher import restarts  # not sooner: few jobs have any
+
+    def keep(job: Job, attempt: int) -> None:
+        if job.traces:
+            _write_trace(restarts.path_of_attempt(args.trace, attempt), job.traces)
+
+    def plan(lost: Collection[str]) -> Options:
+        return _options(args, lost)
+
+    return restarts.run_again(command, args.restarts, plan, keep, _tell, stdin)
 
 
 def _write_trace(path: str, traces: Sequence[RankTrace]) -> bool:

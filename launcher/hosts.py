@@ -65,6 +65,7 @@ class Hosts:
         have_started: the ranks have been started, on all hosts.
         names: of the hosts, when they are known.
         same: of names that mean a host which has another: that other.
+        lost_hosts: hosts that are lost, and why: lines.
         absent: why hosts are not there whose job is only to check the others: lines.
 
     Raises:
@@ -92,7 +93,7 @@ class Hosts:
         self._all: list[Host] = []  # in the order of their numbers, when they are known
         self._of_rank: list[Host] = []
         self._nodes: Sequence[int] = ()  # the host of each rank
-        self._lost: dict[RemoteHost, list[str]] = {}  # before that: why
+        self.lost_hosts: dict[RemoteHost, list[str]] = {}
         self._started_at = time.monotonic()
         self._go_on_at = float("inf")  # without those that have not come
         self._ways: HostRoutes | None = None
@@ -140,15 +141,15 @@ class Hosts:
     def _arrive(self, is_late: bool = False) -> None:
         """Go on when every host is there or lost, or it is too late for the others."""
         calls = self._options.calls is not None  # who calls may have to be made first
-        absent = [each for each in self._remotes if not each.hello and each not in self._lost]
-        if absent and not is_late and not (calls and self._lost):
+        absent = [each for each in self._remotes if not each.hello and each not in self.lost_hosts]
+        if absent and not is_late and not (calls and self.lost_hosts):
             return
         if not calls:
             waited_s = time.monotonic() - self._started_at
             for each in absent:
-                self._lost[each] = [f"{each.name}: it has not answered in {waited_s:.0f} s"]
-        lines = [line for each in self._remotes for line in self._lost.get(each, ())]
-        if lines and not (self._options.checks and len(self._lost) < len(self._named)):
+                self.lost_hosts[each] = [f"{each.name}: it has not answered in {waited_s:.0f} s"]
+        lines = [line for each in self._remotes for line in self.lost_hosts.get(each, ())]
+        if lines and not (self._options.checks and len(self.lost_hosts) < len(self._named)):
             return self._events.unreachable(lines)
         self.absent = lines
         try:
@@ -163,7 +164,7 @@ class Hosts:
             OSError: it cannot be made on this host.
         """
         options = self._options
-        present = [n for n, host in enumerate(self._named) if host not in self._lost]
+        present = [n for n, host in enumerate(self._named) if host not in self.lost_hosts]
         numbers: dict[object, int] = {}
         number_of = {n: numbers.setdefault(self._place(n), len(numbers)) for n in present}
         kept: dict[int, RemoteHost | None] = {}
@@ -357,6 +358,7 @@ class Hosts:
                 transport=options.transport,
                 encrypt=options.encrypt,
                 op_timeout_s=options.op_timeout_s,
+                attempt=options.attempt,
                 exports=options.exports,
                 master=(self._address(host, first), port),
             )
@@ -482,8 +484,8 @@ class Hosts:
 
     def gone(self, host: RemoteHost, why: str) -> None:
         """Called when a host is lost."""
+        self.lost_hosts[host] = [f"{host.name}: {why}", *(f"    {line}" for line in host.message)]
         if self._all:
             return self._events.gone(host.ranks, host.name, why, host.message)
-        self._lost[host] = [f"{host.name}: {why}", *(f"    {line}" for line in host.message)]
         self._go_on_at = min(self._go_on_at, time.monotonic() + _OTHERS_S)
         self._arrive()

@@ -38,6 +38,7 @@ class Options(NamedTuple):
         passes_on: SIGUSR1 and SIGUSR2 that come here are for the ranks.
         ends_deadlocks: end the job when ranks wait for each other for ever, as is certain.
         verbose: tell on standard error what happens.
+        attempt: how often it was begun before.
         trace_records: how many calls of each rank are recorded; 0: none.
         exports: variables for the ranks' environment.
     """
@@ -62,6 +63,7 @@ class Options(NamedTuple):
     passes_on: bool = False
     ends_deadlocks: bool = False
     verbose: bool = False
+    attempt: int = 0
     trace_records: int = 0
     exports: Mapping[str, str] = MappingProxyType({})
 

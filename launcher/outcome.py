@@ -37,6 +37,7 @@ class Outcome(NamedTuple):
         report: what to print about it.
         reason: what became of the culprit, for example "exit status 3".
         table: what each rank was doing when the job's time was over, or in a deadlock.
+        is_decided: the launcher has ended the job, or was about to.
         is_lost: nothing can come of the culprit any more, nor of its host.
     """
 
@@ -45,6 +46,7 @@ class Outcome(NamedTuple):
     report: str
     reason: str = ""
     table: tuple[str, ...] = ()
+    is_decided: bool = False
     is_lost: bool = False
 
 
@@ -225,7 +227,7 @@ def judge(
     if decision is not None and (first is None or decision.at <= first[0]):
         text = decision.text
         report = _join(text, _others(ranks, None)) if text else ""
-        return Outcome(decision.status, None, report, table=decision.table)
+        return Outcome(decision.status, None, report, table=decision.table, is_decided=True)
     at, cause = first or failed[0]
     if first is None:  # the others may know of a lost host before the launcher does
         cause = next((rank for rank in counted if rank.gone), cause)
@@ -235,7 +237,14 @@ def judge(
     died_of = [s for s in passed_on if cause.status in (-s, 128 + s) and not cause.signalled]
     hint = _NO_HANDLER.format(signal_name(died_of[0])) if died_of else ""
     report = _join(head, last_lines(detail), hint, _others(ranks, cause))
-    return Outcome(cause.job_status, cause.rank, report, cause.describe(), is_lost=bool(cause.gone))
+    return Outcome(
+        cause.job_status,
+        cause.rank,
+        report,
+        cause.describe(),
+        is_decided=decision is not None,
+        is_lost=bool(cause.gone),
+    )
 
 
 def _failures(ranks: Iterable[RankState]) -> list[tuple[float, RankState]]:

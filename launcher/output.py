@@ -220,6 +220,7 @@ class Relay:
         tag: whether to put the rank before each line; None: on a terminal.
         log_dir: folder for one file a rank, and one of the launcher's own lines; made if it does
             not exist. Those of an earlier job are removed.
+        attempt: how often this job was begun before: its logs go on.
 
     Raises:
         OSError: the folder or a file in it cannot be made.
@@ -233,16 +234,18 @@ class Relay:
         *,
         tag: bool | None = None,
         log_dir: str | None = None,
+        attempt: int = 0,
     ) -> None:
         self._selector = selector
         self._tag = tag
-        self._log_dir = log_dir
+        self._log_dir, self._attempt = log_dir, attempt
         self._own_log: IO[bytes] | None = None
         if log_dir is not None:
             os.makedirs(log_dir, exist_ok=True)
-            for name in filter(_LOG_NAME.fullmatch, os.listdir(log_dir)):
-                os.unlink(os.path.join(log_dir, name))
-            self._own_log = open(os.path.join(log_dir, "launcher.log"), "wb", 0)  # noqa: SIM115
+            if not attempt:
+                for name in filter(_LOG_NAME.fullmatch, os.listdir(log_dir)):
+                    os.unlink(os.path.join(log_dir, name))
+            self._own_log = self._open_log("launcher.log")
         self._out = Sink(stdout, selector)
         # One terminal, or `> file 2>&1`: one queue keeps the order, and knows whose line is open.
         self._err = self._out if _same_file(stdout, stderr) else Sink(stderr, selector)
@@ -256,8 +259,9 @@ class Relay:
         log = None
         if self._log_dir is not None:
             try:
-                path = os.path.join(self._log_dir, f"rank.{rank}.log")
-                log = open(path, "wb", buffering=0)  # noqa: SIM115
+                log = self._open_log(f"rank.{rank}.log")
+                if self._attempt:
+                    log.write(b"pycoll-run: attempt %d\n" % self._attempt)
             except OSError:
                 for fd in (stdout, stderr):
                     if fd is not None:
@@ -269,6 +273,10 @@ class Relay:
             stream = Stream(fd, rank, sink, tag=tag, log=log)
             self._streams[stream] = False
             self._by_number[rank, number] = stream
+
+    def _open_log(self, name: str) -> IO[bytes]:
+        path = os.path.join(self._log_dir or "", name)
+        return open(path, "ab" if self._attempt else "wb", buffering=0)
 
     def feed(self, rank: int, number: int, data: bytes) -> None:
         """Pass on what a rank of another host has written.

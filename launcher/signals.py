@@ -34,7 +34,7 @@ def caught_signals(
     # Without a descriptor a signal that comes just before the selector sleeps would wake nobody.
     before = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
     handlers = {}
-    lists = dict.fromkeys(_ENDING, caught)
+    lists: dict[int, list[int]] = dict.fromkeys(_ENDING, caught)
     if for_ranks is not None:
         lists |= dict.fromkeys(PASSED_ON, for_ranks)
     for signum in lists:

@@ -189,6 +189,7 @@ class Job:
             self.selector,
             tag=options.tag_output,
             log_dir=options.log_dir,
+            attempt=options.attempt,
         )
         stack.callback(self._relay.close)
         self._record = self._relay.record

@@ -38,6 +38,7 @@ IDENTITY = (
     Variable("PYCOLL_SHM", "its host's shared memory: inherited descriptors, or why there is none"),
     Variable("PYCOLL_TRACE", "with --trace: memory for what it does, inherited: NUMBER:INODE"),
     Variable("PYCOLL_TRANSPORT", "name of the transport, or auto (option --transport)"),
+    Variable("PYCOLL_ATTEMPT", "how often the job was begun before (option --restarts), from 0"),
     Variable("PYCOLL_ENCRYPT", "1: what travels between ranks is encrypted (option --encrypt)"),
 )
 # The same for programs written for torch.distributed.
@@ -155,6 +156,7 @@ def shared_environment(
     transport: str,
     encrypt: bool,
     op_timeout_s: float | None,
+    attempt: int,
     exports: Mapping[str, str],
     master: tuple[str, int],
 ) -> dict[str, str]:
@@ -175,6 +177,7 @@ def shared_environment(
     environment["PYCOLL_JOB"] = job
     environment["PYCOLL_TRANSPORT"] = transport
     environment["PYCOLL_ENCRYPT"] = "1" if encrypt else "0"
+    environment["PYCOLL_ATTEMPT"] = str(attempt)
     environment["PYCOLL_SIZE"] = environment["WORLD_SIZE"] = str(size)
     return environment
 

@@ -285,7 +285,8 @@ def test_a_program_whose_interpreter_is_not_found_says_so(tmp_path: Path) -> Non
         (["-x", "PYCOLL_OP_TIMEOUT=abc", __file__], "from 0 up, not 'abc'"),
         (["-x", "=3", __file__], "NAME or NAME=VALUE, not '=3'"),
         (["--log-dir", __file__, __file__], f"--log-dir {__file__} is no folder"),
-        (["--restarts", "3", __file__], "does not have the option --restarts yet"),
+        (["--restarts", "-1", __file__], "at least 0, not '-1'"),
+        (["-x", "PYCOLL_ATTEMPT=3", __file__], "PYCOLL_ATTEMPT is set by pycoll-run itself"),
         (["--trace", "no/f", __file__], "--trace: there is no folder no"),
         (
             ["--trace", "mine.py", "4"],

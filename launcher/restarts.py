@@ -1,0 +1,172 @@
+"""`pycoll-run --restarts`: a job whose ranks have failed begins again, on the hosts that are left.
+
+Each attempt is a job of its own, with its own processes and its own key: what is left of one cannot
+join the next. Nothing is left of it when the next begins, on hosts that can be reached. On a host
+that is lost, ranks may live until its launcher has heard nothing for as long as makes it end them.
+The next attempt waits until then, or two attempts might write to the same files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from pycoll._launcher.job_spec import Options
+from pycoll._launcher.outcome import CANNOT_START, TIMED_OUT, Outcome, own_lines, signal_name
+from pycoll._launcher.signals import caught_signals
+from pycoll._launcher.spawn import Job
+from pycoll.errors import Error
+
+_MARGIN_S = 2.0  # for another host to end its ranks when it has noticed that it is alone
+
+
+class _Attempt(Job):
+    """One attempt.
+
+    Args:
+        argv, options, stdin: see `Job`.
+        late_at: when all attempts together have taken too long, of time.monotonic().
+
+    Attributes:
+        lost_hosts: all names of the hosts that were lost, when it is over.
+        quiet_at: when their ranks have ended, of time.monotonic(); 0: no host was lost.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], options: Options, stdin: int | None, late_at: float
+    ) -> None:
+        super().__init__(argv, options, stdin=stdin)
+        self._all_late_at = late_at
+        self.lost_hosts: set[str] = set()
+        self.quiet_at = 0.0
+
+    def open(self, stack: contextlib.ExitStack) -> None:
+        """See `Job`."""
+        super().open(stack)
+        self._late_at = self._all_late_at
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        super()._open(stack)
+        stack.callback(self._see_lost)
+
+    def _see_lost(self) -> None:
+        hosts = self._hosts
+        names = {host.name for host in hosts.lost_hosts}
+        self.lost_hosts = names | {name for name, other in hosts.same.items() if other in names}
+        # One that has never had ranks is over.
+        ends = [host.line.silent_at() + _MARGIN_S for host in hosts.lost_hosts if host.ranks]
+        self.quiet_at = max(ends, default=0.0)
+
+
+def run_again(
+    argv: Sequence[str],
+    restarts: int,
+    plan: Callable[[Collection[str]], Options],
+    keep: Callable[[Job, int], object],
+    tell: Callable[[str], object],
+    stdin: int | None,
+) -> tuple[Job, Outcome]:
+    """Run a job, and again whenever its ranks have failed.
+
+    It is over if it has ended well, or if something else than its ranks has ended it: a signal, its
+    time, output that nobody reads, a program that cannot be run.
+
+    Args:
+        argv: the program of every rank and its arguments.
+        restarts: how often it is begun again at most.
+        plan: called with the names of lost hosts; returns how the job is to run without them.
+        keep: called with each job that another one follows, and its number from 0.
+        tell: shows lines of the launcher's own.
+        stdin: see `Job`.
+
+    Returns:
+        The last job, and how all of it has ended.
+    """
+    lost: set[str] = set()
+    options = plan(lost)
+    late_at = time.monotonic() + (math.inf if options.timeout_s is None else options.timeout_s)
+    for_ranks: list[int] = []
+    with (
+        selectors.DefaultSelector() as selector,
+        caught_signals(selector, for_ranks) as signals,
+    ):
+        while True:
+            job = _Attempt(argv, options, stdin, late_at)
+            outcome = job.run()
+            if not _may_end_otherwise(outcome, options.attempt, job.lost_hosts - lost):
+                return job, outcome
+            number = options.attempt + 1
+            restart = f"restart {number} of {restarts}"
+            if number > restarts:
+                return job, outcome._replace(report=f"{outcome.report}\nno restart is left")
+            keep(job, options.attempt)
+            try:
+                planned = plan(lost | job.lost_hosts)._replace(attempt=number)
+            except Error as exc:  # no host is left
+                return job, outcome._replace(report=f"{outcome.report}\nno {restart}: {exc}")
+
+            def say(text: str, log_dir: str | None = options.log_dir) -> None:
+                tell(text)
+                _record(log_dir, text)
+
+            say(f"{restart}: {outcome.report.partition(chr(10))[0]}")
+            if job.lost_hosts - lost:
+                say(_without(job.lost_hosts - lost, options.size, planned.size))
+            _wait(selector, signals, min(job.quiet_at, late_at))
+            end = _end(signals, late_at, options.timeout_s)
+            if end is not None:
+                end = end._replace(report=f"{end.report}: no {restart}")
+                _record(options.log_dir, f"{end.report}\nexit status {end.status}")
+                return job, end
+            while for_ranks:
+                say(f"{signal_name(for_ranks.pop())} came between two attempts: nobody got it")
+            lost |= job.lost_hosts
+            options = planned
+
+
+def _may_end_otherwise(outcome: Outcome, attempt: int, newly_lost: Collection[str]) -> bool:
+    """Whether there is reason to begin again."""
+    if outcome.culprit is not None:
+        return outcome.status != 0 and not outcome.is_decided
+    # Hosts that were there before are not there now.
+    return attempt > 0 and outcome.status == CANNOT_START and bool(newly_lost)
+
+
+def _without(lost: Collection[str], before: int, now: int) -> str:
+    """Say who is left out, and how many ranks there are in the next attempt."""
+    change = f"{now} rank{'s' * (now != 1)}" + (f" instead of {before}" if now != before else "")
+    return f"without {', '.join(sorted(lost))}: {change}"
+
+
+def _wait(selector: selectors.BaseSelector, signals: Sequence[int], until: float) -> None:
+    """Wait until then, of time.monotonic(), or for a signal."""
+    while not signals and (left_s := until - time.monotonic()) > 0:
+        for key, _ in selector.select(left_s):
+            key.data()
+
+
+def _end(signals: Sequence[int], late_at: float, limit_s: float | None) -> Outcome | None:
+    """How the job ends between two attempts; None: it goes on."""
+    if signals:
+        return Outcome(128 + signals[0], None, f"ended by {signal_name(signals[0])}")
+    if time.monotonic() >= late_at:
+        return Outcome(TIMED_OUT, None, f"the job took longer than {limit_s:g} s")
+    return None
+
+
+def _record(log_dir: str | None, text: str) -> None:
+    """Write to the launcher's log what no attempt says."""
+    if log_dir is not None:
+        path = os.path.join(log_dir, "launcher.log")
+        with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
+            file.write(own_lines(text))
+
+
+def path_of_attempt(path: str, attempt: int) -> str:
+    """The file beside `path` for an attempt that another one follows."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f"attempt{attempt}.{name}")
