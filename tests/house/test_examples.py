@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,42 @@ def test_training_goes_on_when_two_of_eight_ranks_are_killed(tmp_path: Path) -> 
     assert len({*left} & {*"01234567"}) == len(left) == 6
     loss, without, noise = map(float, re.findall(r"\d+\.\d+", second))
     assert abs(loss - without) <= 12 * noise < 0.01
+
+
+def test_a_saved_computation_goes_on_after_a_death_on_other_ranks_and_after_a_warning(
+    tmp_path: Path,
+) -> None:
+    words = [str(EXAMPLES / "checkpoint.py"), "--height", "30", "--width", "40", "--every", "20"]
+
+    def lines(n: int, *options: str, steps: int, more: tuple[str, ...] = ()) -> list[str]:
+        command = [PYCOLL_RUN, "-n", str(n), *options, *words, "--steps", str(steps), *more]
+        return run(*command, cwd=tmp_path).splitlines()
+
+    alone = lines(1, steps=100, more=("--folder", "alone"))
+    assert alone[0] == "attempt 0: 1 ranks begin at step 0"
+    two_hosts = ("--emulate-hosts", "2", "--restarts", "1")
+    first, second, end = lines(3, *two_hosts, steps=60, more=("--kill-at", "50"))
+    assert first == "attempt 0: 3 ranks begin at step 0"
+    # That of step 40 may not have been written when the rank was killed.
+    assert second in [f"attempt 1: 3 ranks begin at step {step}" for step in (20, 40)]
+    assert end.startswith("saved at step 60, the plate is ")
+    assert lines(2, steps=100) == ["attempt 0: 2 ranks begin at step 60", alone[-1]]
+    folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert folders == ["step-000000080", "step-000000100"]
+
+    endless = [PYCOLL_RUN, "-n", "2", *words, "--steps", "1000000000"]
+    with subprocess.Popen(
+        endless, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "attempt 0: 2 ranks begin at step 100\n"
+        job.send_signal(signal.SIGUSR1)
+        out, err = job.communicate(timeout=90 * PATIENCE)
+    assert job.returncode == 0, err
+    saved = re.match(r"saved at step (\d+), ", out)
+    assert saved
+    assert (tmp_path / f"checkpoints/step-{int(saved[1]):09d}").is_dir()
+    assert re.search(r"\n\[\.{40}\] step \d+ of 1000000000", err)
 
 
 def test_heat_draws_its_plate(tmp_path: Path) -> None:
