@@ -23,8 +23,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from pycoll._support.ports import BACKLOG, leave_silent
+
 _TRY_S = 5.0  # for a connection and its answer
-_MAX_AT_ONCE = 64
+_MAX_AT_ONCE = 64  # strangers that are listened to; when there are more, the oldest is cut
 _SIOCGIFADDR = 0x8915
 _NONCE_NBYTES = 32
 _QUESTION = struct.Struct(f"<I{_NONCE_NBYTES}s32s")  # the host that is meant, nonce, signature
@@ -112,7 +114,8 @@ class Doorman:
         self._key, self._node = key, node
         self._listener = listen_everywhere()
         self.port: int = self._listener.getsockname()[1]
-        self._free = threading.Semaphore(_MAX_AT_ONCE)
+        self._lock = threading.Lock()
+        self._strangers: list[socket.socket] = []  # who has not shown yet that it has the key
         threading.Thread(target=self._serve, name="pycoll-doorman", daemon=True).start()
 
     def close(self) -> None:
@@ -127,16 +130,27 @@ class Doorman:
                 stranger = self._listener.accept()[0]
             except OSError:
                 return
-            self._free.acquire()
+            with self._lock:
+                self._strangers.append(stranger)
+                oldest = self._strangers.pop(0) if len(self._strangers) > _MAX_AT_ONCE else None
+            if oldest is not None:
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread ends
             threading.Thread(target=self._answer, args=(stranger,), daemon=True).start()
+
+    def _forget(self, stranger: socket.socket) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._strangers.remove(stranger)
 
     def _answer(self, stranger: socket.socket) -> None:
         try:
             with stranger, contextlib.suppress(OSError, EOFError):
-                stranger.settimeout(_TRY_S)
-                _, nonce, signature = _QUESTION.unpack(_receive(stranger, _QUESTION.size))
+                until = time.monotonic() + _TRY_S
+                _, nonce, signature = _QUESTION.unpack(_receive(stranger, _QUESTION.size, until))
                 if not hmac.compare_digest(signature, _signature(self._key, b"ask", 0, nonce)):
                     return
+                self._forget(stranger)
+                stranger.settimeout(_TRY_S)
                 proof = _signature(self._key, b"answer", self._node, nonce)
                 stranger.sendall(_ANSWER.pack(self._node, proof))
                 while kind := stranger.recv(1):
@@ -144,26 +158,36 @@ class Doorman:
                         _receive(stranger, _BULK_NBYTES, keep=False)
                     stranger.sendall(kind)
         finally:
-            self._free.release()
+            self._forget(stranger)
 
 
 def listen_everywhere(port: int = 0) -> socket.socket:
     """Return a TCP socket that listens at a port of all addresses; 0: at a free one.
 
+    A connection over which nothing has been said waits in the kernel: see `leave_silent`.
+
     Raises:
         OSError: it cannot.
     """
     if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_MAX_AT_ONCE
+        listener = socket.create_server(
+            ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
         )
-    return socket.create_server(("0.0.0.0", port), backlog=_MAX_AT_ONCE)
+    else:
+        listener = socket.create_server(("0.0.0.0", port), backlog=BACKLOG)
+    leave_silent(listener)
+    return listener
 
 
-def _receive(connection: socket.socket, nbytes: int, keep: bool = True) -> bytes:
+def _receive(
+    connection: socket.socket, nbytes: int, until: float | None = None, *, keep: bool = True
+) -> bytes:
+    """Receive so many bytes; all of them before `until`, of time.monotonic(), if that is given."""
     data = b""
     left = nbytes
     while left:
+        if until is not None:  # or who sends a byte now and then would hold us up for ever
+            connection.settimeout(max(0.001, until - time.monotonic()))
         part = connection.recv(min(left, _CHUNK_NBYTES))
         if not part:
             raise EOFError
@@ -235,7 +259,9 @@ def _greet(address: str, port: int, node: int, key: bytes) -> socket.socket:
     try:
         nonce = os.urandom(_NONCE_NBYTES)
         connection.sendall(_QUESTION.pack(node, nonce, _signature(key, b"ask", 0, nonce)))
-        who, proof = _ANSWER.unpack(_receive(connection, _ANSWER.size))
+        until = time.monotonic() + _TRY_S
+        who, proof = _ANSWER.unpack(_receive(connection, _ANSWER.size, until))
+        connection.settimeout(_TRY_S)
         if not hmac.compare_digest(proof, _signature(key, b"answer", who, nonce)):
             raise EOFError
         if who != node:

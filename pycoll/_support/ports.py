@@ -6,9 +6,9 @@ import contextlib
 import errno
 import socket
 
-# The kernel lowers it to net.core.somaxconn. A short one makes ranks that come in a burst wait for
-# a repeated SYN, a second later.
-_BACKLOG = 4096
+BACKLOG = 4096
+"""The kernel lowers it to net.core.somaxconn. A short one makes ranks that come in a burst wait for
+a repeated SYN, a second later."""
 
 # The kernel makes it about 8 hours. All who listen here are spoken to first.
 _SILENT_S = 1 << 15
@@ -27,14 +27,19 @@ def listen(host: str) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setblocking(False)
-        with contextlib.suppress(OSError):  # a sandbox that does not know it does without
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
+        leave_silent(listener)
         listener.bind((host, 0))
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise
     return listener
+
+
+def leave_silent(listener: socket.socket) -> None:
+    """Let connections over which nothing has been said wait in the kernel."""
+    with contextlib.suppress(OSError):  # a sandbox that does not know it does without
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
 
 
 def agreed_port(what: bytes) -> int:
