@@ -32,7 +32,7 @@ IDENTITY = (
     Variable("PYCOLL_ADDRESSES", "of several hosts: how its host reaches each: 0=10.0.0.1,1=..."),
     Variable("PYCOLL_HOST", "of several hosts: the name of its host, as -H or --hostfile has it"),
     Variable("PYCOLL_RENDEZVOUS", "where the ranks meet: tcp://HOST:PORT"),
-    Variable("PYCOLL_KEY", "the job's secret key: 64 hexadecimal digits"),
+    Variable("PYCOLL_KEY", "the job's secret key, 64 hexadecimal digits; init() takes it away"),
     Variable("PYCOLL_JOB", "the job's id; what carries it is ended with the job"),
     Variable("PYCOLL_LINK", "its socket to pycoll-run, an inherited descriptor: NUMBER:INODE"),
     Variable("PYCOLL_SHM", "its host's shared memory: inherited descriptors, or why there is none"),
@@ -116,7 +116,7 @@ VARIABLES: dict[str, tuple[Variable, ...]] = {
     "read by pycoll-run where it is called on every node": NODES,
     "of Slurm, read by pycoll-run": SLURM,
     "of other launchers, read by pycoll.init()": FOREIGN,
-    "set by pycoll.init() for child processes, where another launcher has started it": CHILDREN,
+    "set by pycoll.init() for what a rank starts": CHILDREN,
 }
 
 

@@ -45,11 +45,13 @@ def environment(timeout: float) -> Mapping[str, str]:
         BootstrapError: the variables of who did make no sense, or the job could not meet.
     """
     environ: Mapping[str, str] = os.environ
-    if environ.get("PYCOLL_JOB"):  # a rank of pycoll-run
-        return environ
-    if parent := environ.get("PYCOLL_PARENT"):
+    is_ours = bool(environ.get("PYCOLL_JOB"))  # of pycoll-run, or below such a one
+    # Who takes a rank's number away from what it starts wants that to run alone.
+    if (parent := environ.get("PYCOLL_PARENT")) and (environ.get("PYCOLL_RANK") or not is_ours):
         rank, pid = map(int, parent.split(":"))
         raise BootstrapError(already_joined(rank, pid, os.getpid()))
+    if is_ours:
+        return environ
     from pycoll._launcher import exchange
 
     found: dict[str, str] = {}

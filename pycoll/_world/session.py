@@ -28,6 +28,7 @@ from pycoll._communicator.communicator import Communicator, World
 from pycoll._rendezvous.client import Client
 from pycoll._runtime.engine import Engine
 from pycoll._runtime.membership import NoVerdict
+from pycoll._support import job_key
 from pycoll._support.environment import encrypts
 from pycoll._support.public_edge import edge
 from pycoll._support.wording import a_kind
@@ -135,8 +136,9 @@ def init(
         timeout = max(0.0, timeout - (time.monotonic() - began))
         _share_arrays(environ)
         world = open_world(place, timeout, chosen, deadline, _tracer(environ))
-        if place.is_adopted:  # processes that this one starts have what its launcher has set, too
+        if place.rendezvous:  # what this process starts has what the launcher has set, too
             os.environ["PYCOLL_PARENT"] = f"{place.rank}:{os.getpid()}"
+            job_key.forget()
         _session.engine = world.engine
         _session.options = options
         _session.comm = WorldCommunicator(world, open_group(world, place.size, "world"))

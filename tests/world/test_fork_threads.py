@@ -131,7 +131,7 @@ for transport in "auto", "shm":  # which it cannot have either, but that comes s
     said = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
     assert said.stderr == "" and re.search(text, said.stdout), said
 # One that was to run alone says so.
-for name in "PYCOLL_RANK", "PYCOLL_SIZE", "PYCOLL_RENDEZVOUS", "PYCOLL_KEY", "RANK", "WORLD_SIZE":
+for name in "PYCOLL_RANK", "PYCOLL_SIZE", "PYCOLL_RENDEZVOUS", "RANK", "WORLD_SIZE":
     del os.environ[name]
 child = "import pycoll; print(pycoll.init().all_reduce(5))"
 assert subprocess.check_output([sys.executable, "-c", child]) == b"5\\n"
