@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher_jobs import RUN, started
+from launcher_jobs import started
 from node_jobs import LIMIT_S, free_port, until_listening
 from port_strangers import SILENT, Recorder, Strangers
 
