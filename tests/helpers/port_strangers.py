@@ -42,9 +42,9 @@ class Strangers:
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, LIMIT_S)
 
-    def come(self) -> None:
-        """Connect, many of each kind; most have said something by now."""
-        self.silent += [self.connect() for _ in range(SILENT)]
+    def come(self, silent: int = SILENT) -> None:
+        """Connect, many of each kind: so many that say nothing, and others."""
+        self.silent += [self.connect() for _ in range(silent)]
         for number in range(SPEAKING):
             self.slow.append(self.connect())
             self.slow[-1].sendall(ZMTP[: 1 + number % len(ZMTP)])
