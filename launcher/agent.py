@@ -33,7 +33,9 @@ for a while, it ends the ranks.
     trace rank, piece             what it has recorded (`tracing`), before over
     said text                     what happens, for `--verbose`
     signalled signal              it has got that (SIGUSR1, SIGUSR2), for all ranks
-    leaving signal                it ends because of it
+    ending signal                 it was told to end; it does when the launcher says so, whose ranks
+                                  have time to save what they have
+    leaving signal                it ends because of it, now
     beat states                   of each rank the call it waits in, what its process does
 """
 
@@ -126,16 +128,24 @@ class Agent:
         self._outputs: dict[tuple[int, int], _Output] = {}
         self._pids: dict[int, int] = {}  # that have joined, by rank
         self._feed: Feed | None = None
+        self._has_started = self._is_ending = False
         self._is_over = False
 
     def run(self, signals: list[int]) -> int:
-        """Serve the launcher until the job is over; returns the exit status."""
+        """Serve the launcher until the job is over; returns the exit status.
+
+        A signal that ends processes ends the ranks of all hosts, as it would at the launcher, so
+        that they have time; the second one, or one that comes before there are ranks, ends this.
+        """
         self._line.send("hello", self._hello())
         with self._stack:
             while self._line.is_open and not self._is_over and not self._is_alone():
                 now = time.monotonic()
-                if signals or self._line.is_silent(now):
+                if len(signals) > self._has_started or self._line.is_silent(now):
                     break
+                if signals and not self._is_ending:
+                    self._is_ending = True
+                    self._line.send("ending", signal_name(signals[0]))
                 while self._for_ranks:
                     self._line.send("signalled", self._for_ranks.pop(0))
                 if now >= self._line.beat_at():
@@ -146,12 +156,14 @@ class Agent:
                 self._carry()  # what a rank said last comes before its end
                 for key, _ in ready:
                     key.data()
-            if signals:
+            if signals and not self._is_over:
                 self._line.send("leaving", signal_name(signals[0]))
             if self._host is not None:
                 self._host.sweep()
         self._line.flush(time.monotonic() + _FLUSH_S)
         self._line.close()
+        if signals:
+            return 128 + signals[0]
         return 0 if self._is_over else 1
 
     # What the host tells.
@@ -264,6 +276,7 @@ class Agent:
         finally:
             if self._feed is not None:
                 os.close(self._feed.reading)
+        self._has_started = True
         self._line.send("started")
 
     def _program(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> RankProgram:

@@ -482,10 +482,10 @@ class Hosts:
         """Called when the ranks of a host cannot be started."""
         self._events.refused(host.name, error)
 
-    def gone(self, host: RemoteHost, why: str) -> None:
-        """Called when a host is lost."""
+    def gone(self, host: RemoteHost, why: str, is_ending: bool = False) -> None:
+        """Called when a host is lost, or will be soon."""
         self.lost_hosts[host] = [f"{host.name}: {why}", *(f"    {line}" for line in host.message)]
         if self._all:
-            return self._events.gone(host.ranks, host.name, why, host.message)
+            return self._events.gone(host.ranks, host.name, why, host.message, is_ending)
         self._go_on_at = min(self._go_on_at, time.monotonic() + _OTHERS_S)
         self._arrive()

@@ -93,8 +93,18 @@ class JobEvents(Events, Protocol):
     def refused(self, host: str, error: OSError) -> None:
         """Called when the ranks of a host cannot be started; "": of this one."""
 
-    def gone(self, ranks: Sequence[int], host: str, why: str, message: Sequence[str]) -> None:
-        """Called when a host is lost, with its ranks; what its starter has written."""
+    def gone(
+        self,
+        ranks: Sequence[int],
+        host: str,
+        why: str,
+        message: Sequence[str],
+        is_ending: bool = False,
+    ) -> None:
+        """Called when a host is lost, with its ranks; what its starter has written.
+
+        Or it will be soon (`is_ending`), and its ranks can still save what they have.
+        """
 
     def unreachable(self, lines: Sequence[str]) -> None:
         """Called when some hosts cannot be reached, from here or by others: which, and why."""

@@ -341,7 +341,7 @@ class Meeting:
         """Called when a host cannot have what its ranks need."""
         self._refuse(f"{host.name}: {error.strerror}")
 
-    def gone(self, host: RemoteHost, why: str) -> None:
+    def gone(self, host: RemoteHost, why: str, is_ending: bool = False) -> None:
         """Called when a host is lost, with its ranks."""
         if not self._have_started:
             return self._refuse(f"{host.name}: {why}")

@@ -77,7 +77,7 @@ class RankState:
         raised: the exception that it told of.
         abort_code: the code it aborted the job with.
         lost_at: when the process that joined ended, if that is not the first one.
-        gone: it is lost with its host: which and why; its process may live.
+        gone: it is lost with its host, or will be: which and why; its process may live.
         died: the process that joined ended without finalizing, and is not the one started here.
         needed_by: its process ended with status 0 without finalizing, and this rank needed it.
         failed_at: when the first sign of its failure came.
@@ -111,7 +111,7 @@ class RankState:
         # What it found out when it had left came too late for its exit status.
         raised = self.left and self.raised is not None
         failed = raised or self.died or self.needed_by is not None or self.abort_code is not None
-        return self.status == 0 and not failed
+        return self.status == 0 and not failed and not self.gone
 
     @property
     def job_status(self) -> int:

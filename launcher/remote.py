@@ -59,8 +59,8 @@ class RemoteEvents(Events, Protocol):
     def refused(self, host: RemoteHost, error: OSError) -> None:
         """Called when the ranks cannot be started."""
 
-    def gone(self, host: RemoteHost, why: str) -> None:
-        """Called when nothing can come from this host any more."""
+    def gone(self, host: RemoteHost, why: str, is_ending: bool = False) -> None:
+        """Called when nothing can come from this host any more, or soon (`is_ending`)."""
 
     def tell(self, lines: Sequence[str]) -> None:
         """Show the user what is not a rank's."""
@@ -85,6 +85,7 @@ class RemoteHost:
         port: where others may try to reach it; 0: not open yet.
         places: where its ranks are, by rank; whoever decides that sets it.
         is_over: nothing more will come: it has ended, or is lost.
+        is_swept: nothing of the job is left there.
         input: what its rank 0 reads, if that is passed on; whoever reads it sets this.
         is_traced: its ranks will record what they do; whoever decides that sets it.
         trace: what is known for that; None: they do not, or it is not there.
@@ -92,7 +93,7 @@ class RemoteHost:
 
     line: Line
     input: Input | None = None
-    is_traced = False
+    is_traced = is_swept = False
     trace: RemoteTrace | None = None
 
     def __init__(
@@ -255,9 +256,12 @@ class RemoteHost:
             self.input.taken(fields[0])
         elif kind == "signalled":
             self._events.signalled(fields[0])
+        elif kind == "ending":
+            self._events.gone(self, f"pycoll was ended there by {fields[0]}", is_ending=True)
         elif kind == "leaving":
             self.lose(f"pycoll was ended there by {fields[0]}")
         elif kind == "over":
+            self.is_swept = True
             self._finish()
 
     def _meet(self, hello: dict[str, Any]) -> None:

@@ -57,8 +57,8 @@ class _Attempt(Job):
         hosts = self._hosts
         names = {host.name for host in hosts.lost_hosts}
         self.lost_hosts = names | {name for name, other in hosts.same.items() if other in names}
-        # One that has never had ranks is over.
-        ends = [host.line.silent_at() + _MARGIN_S for host in hosts.lost_hosts if host.ranks]
+        left = [host for host in hosts.lost_hosts if host.ranks and not host.is_swept]
+        ends = [host.line.silent_at() + _MARGIN_S for host in left]
         self.quiet_at = max(ends, default=0.0)
 
 

@@ -381,18 +381,29 @@ class Job:
         works = not hosts.absent and all(way.reach.address for way in ways)
         self._refuse(0 if works else CANNOT_START, "")
 
-    def gone(self, ranks: Sequence[int], host: str, why: str, message: Sequence[str]) -> None:
-        """Called when a host is lost, with its ranks; `job_spec.JobEvents`."""
+    def gone(
+        self,
+        ranks: Sequence[int],
+        host: str,
+        why: str,
+        message: Sequence[str],
+        is_ending: bool = False,
+    ) -> None:
+        """Called when a host is lost, with its ranks, or will be soon; `job_spec.JobEvents`."""
         if not self._hosts.have_started:
             self._refuse(CANNOT_START, "\n    ".join([f"{host}: {why}", *message]))
             return
-        for rank in ranks:
-            state = self._ranks[rank]
-            if state.status is None:
+        now = time.monotonic()
+        for state in [self._ranks[rank] for rank in ranks]:
+            if state.status is not None:
+                continue
+            state.gone = f"lost with its host {host}: {why}"
+            if is_ending:
+                self._plan.end(now)
+            else:
                 state.status = 1
-                state.gone = f"lost with its host {host}: {why}"
-                self.server.rank_ended(rank, state.gone, False)
-                self._failed(state, time.monotonic())
+                self.server.rank_ended(state.rank, state.gone, False)
+            self._failed(state, now)
 
     def _failed(self, rank: RankState, now: float) -> None:
         """A rank failed: unless that is our own doing, the others have some seconds to end.

@@ -112,6 +112,30 @@ def test_a_node_that_is_ended_is_named_at_once(nodes: Any, script: Any) -> None:
     job.end(1)
 
 
+def test_before_a_node_is_ended_the_ranks_of_all_may_save(nodes: Any, script: Any) -> None:
+    text = """
+import pycoll, signal
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+comm = pycoll.init()
+comm.barrier()
+print("ready", flush=True)
+while not comm.all_reduce(len(asked), op="min"):
+    pass
+print("saved", comm.rank, flush=True)
+"""
+    job, path = nodes(2), script(text)
+    first = job.start(0, "-n", "2", "--grace", "60", path)
+    job.start(1, path)
+    until("ready", first, 2)
+    job.processes[1].terminate()
+    status, out, err = job.end(0)
+    assert sorted(out.splitlines()) == ["saved 0", "saved 1"]
+    assert status == 1
+    assert re.search("rank 1 failed after .* s: lost with its host .* ended there by SIGTERM", err)
+    assert job.end(1)[0] == 128 + signal.SIGTERM
+
+
 def test_a_node_that_is_killed_takes_only_its_own_ranks_along(nodes: Any, script: Any) -> None:
     job, path = nodes(2), script(WAIT)
     for node in range(2):
