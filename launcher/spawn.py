@@ -21,7 +21,6 @@ from typing import IO, TYPE_CHECKING, Any
 from pycoll._launcher.host import reserve_descriptors
 from pycoll._launcher.hosts import Hosts
 from pycoll._launcher.job_spec import JobSpec, Options
-from pycoll._launcher.lost_ranks import LostRanks
 from pycoll._launcher.outcome import (
     CANNOT_START,
     DEADLOCKED,
@@ -30,7 +29,6 @@ from pycoll._launcher.outcome import (
     Outcome,
     Raised,
     RankState,
-    end_text,
     judge,
     own_lines,
     refusal,
@@ -38,8 +36,8 @@ from pycoll._launcher.outcome import (
 )
 from pycoll._launcher.outcome import signal_name as name_of
 from pycoll._launcher.output import Relay, Target
+from pycoll._launcher.rank_ends import RankEnds
 from pycoll._launcher.rendezvous_server import Notice, Server
-from pycoll._launcher.signal_plan import SignalPlan
 from pycoll._launcher.signals import caught_signals
 from pycoll._launcher.wait_table import PREFIX
 from pycoll._launcher.watch import Watch
@@ -51,11 +49,13 @@ if TYPE_CHECKING:
     from pycoll._launcher.reach_table import CheckedHosts
     from pycoll._trace.timeline import RankTrace
 
-_LINGER_S = 0.25  # after the last end: for late messages, and for children that still print
+LINGER_S = 0.25
+"""After the last end: for late messages, and for children that still print."""
+
 _NEVER = float("inf")
 
 
-class Job:
+class Job(RankEnds):
     """One job, to be run once.
 
     Args:
@@ -76,8 +76,6 @@ class Job:
         traces: what the ranks have recorded, in order, when they have ended.
     """
 
-    server: Server
-
     def __init__(
         self,
         argv: Sequence[str],
@@ -88,25 +86,19 @@ class Job:
         stderr: Target = None,
         stdin: int | IO[Any] | None = None,
     ) -> None:
+        super().__init__(options)
         self.id = os.urandom(16).hex()
         self.found: CheckedHosts | None = None
         self.traces: Sequence[RankTrace] = ()
         self._argv = list(argv)
-        self._options = options
         self._pass_fds = tuple(pass_fds)
         self._stdout, self._stderr, self._stdin = stdout, stderr, stdin
-        self._ranks = [RankState(rank) for rank in range(options.size)]
-        self._started = time.monotonic()
         self.signals: list[int] = []
         self._for_ranks: list[int] = []  # signals that have come, and mean the ranks
         self._passed_on: set[int] = set()
         self._ended: Mapping[int, str] = {}  # ranks at the end of a task, and what the table says
         self._decision: Decision | None = None
         self._record: Callable[[str], object] = lambda text: None  # to the launcher's log
-        self._plan = SignalPlan(options.grace_s)
-        self._lost = LostRanks(
-            options.grace_s, lambda rank, signum: self._hosts.of(rank).signal_rank(rank, signum)
-        )
         self._late_at = _NEVER  # when the whole job has taken too long
         self._over_at: float | None = None  # when the job is left, all ranks having ended
 
@@ -250,10 +242,10 @@ class Job:
         if self._relay.error is not None:
             self._give_up_output()
         for rank in self._ranks:
-            if rank.lost_at is not None and now >= rank.lost_at + _LINGER_S:
+            if rank.lost_at is not None and now >= rank.lost_at + LINGER_S:
                 self._lose(rank, now)
             elif rank.lost_at is not None:
-                wake.append(rank.lost_at + _LINGER_S)
+                wake.append(rank.lost_at + LINGER_S)
         if now >= self._late_at:
             self._late_at = _NEVER
             if self._over_at is None:
@@ -266,7 +258,7 @@ class Job:
         wake.extend(self._plan.times)
         wake.extend(self._lost.update(now))
         if self._over_at is None and all(rank.status is not None for rank in self._ranks):
-            self._over_at = now + _LINGER_S
+            self._over_at = now + LINGER_S
         if self._over_at is not None:
             wake.append(self._over_at)
         return min(wake)
@@ -316,53 +308,6 @@ class Job:
                 for number in notice.fields["left_out"]:
                     self._ranks[number].left_out = True
 
-    def lost(self, rank: int) -> None:
-        """Called when the process that joined as a rank has ended; `job_spec.JobEvents`."""
-        self._ranks[rank].lost_at = time.monotonic()
-
-    def _lose(self, rank: RankState, now: float) -> None:
-        """The process that joined has ended, and nothing more came of it.
-
-        What was started here is not that process: it lives on, or has ended with status 0, as a
-        shell does that hides how its programs end.
-        """
-        rank.lost_at = None
-        if rank.left or rank.status:
-            return
-        rank.died = True
-        self.server.rank_ended(rank.rank, f"process {rank.joined}, which had joined, died", False)
-        self._failed(rank, now)
-
-    def _end_lost(self, rank: RankState) -> None:
-        """The others hear of a status of 0 when it is known that the process that joined left.
-
-        That process has ended, and knows more than the one that was started here. Its last words
-        are heard before this, or within `_LINGER_S`; else it is lost, whatever the status.
-        """
-        has_spoken = rank.left or rank.raised is not None
-        if rank.status == 0 and rank.lost_at is not None and has_spoken:
-            rank.lost_at = None
-            self.server.rank_ended(rank.rank, end_text(0), True)
-
-    def _blame(self, needed: RankState, rank: RankState, now: float) -> None:
-        """A rank raised PeerFailed: the one it needed failed if it ended without finalizing."""
-        if needed.status == 0 and not needed.left and needed.failed_at is None:
-            needed.needed_by = rank.rank
-            self._failed(needed, now)
-
-    def ended(self, rank: int, status: int) -> None:
-        """Called when the process of a rank has ended; `job_spec.JobEvents`."""
-        state = self._ranks[rank]
-        state.status = status
-        text = end_text(status)
-        self.say(f"rank {rank}: {text}")
-        if status == 0 and state.lost_at is not None:
-            self._end_lost(state)
-            return
-        self.server.rank_ended(rank, text, status == 0)
-        if status != 0:
-            self._failed(state, time.monotonic())
-
     def refused(self, host: str, error: OSError) -> None:
         """Called when the ranks of a host cannot be started; `job_spec.JobEvents`."""
         outcome = refusal(error, self._argv[0], self._options.size, is_here=not host)
@@ -380,55 +325,6 @@ class Job:
         self.found = CheckedHosts(hosts.names, ways, hosts.clocks(), hosts.same, hosts.absent)
         works = not hosts.absent and all(way.reach.address for way in ways)
         self._refuse(0 if works else CANNOT_START, "")
-
-    def gone(
-        self,
-        ranks: Sequence[int],
-        host: str,
-        why: str,
-        message: Sequence[str],
-        is_ending: bool = False,
-    ) -> None:
-        """Called when a host is lost, with its ranks, or will be soon; `job_spec.JobEvents`."""
-        if not self._hosts.have_started:
-            self._refuse(CANNOT_START, "\n    ".join([f"{host}: {why}", *message]))
-            return
-        now = time.monotonic()
-        for state in [self._ranks[rank] for rank in ranks]:
-            if state.status is not None:
-                continue
-            state.gone = f"lost with its host {host}: {why}"
-            if is_ending:
-                self._plan.end(now)
-            else:
-                state.status = 1
-                self.server.rank_ended(state.rank, state.gone, False)
-            self._failed(state, now)
-
-    def _failed(self, rank: RankState, now: float) -> None:
-        """A rank failed: unless that is our own doing, the others have some seconds to end.
-
-        Or they go on, and only that rank is to end, with what it has started.
-        """
-        if rank.failed_at is None and not rank.signalled:
-            rank.failed_at = now
-            if not self._goes_on:
-                return self._plan.fail(now)
-            self._lost.add(rank, now, at_once=bool(rank.gone))
-            what = f"rank {rank.rank} failed after {now - self._started:.1f} s"
-            self.tell([f"{what}: {rank.describe_so_far()}; the others go on"])
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether the job goes on when a rank fails."""
-        return self._options.survive and self.server.has_met and not self._plan
-
-    def _part(self, rank: RankState, other: RankState, reason: str, now: float) -> None:
-        """End a rank that lives, but not for another one: all must see the same ranks."""
-        if rank.status is None and rank.failed_at is None:
-            rank.gone = f"its link to rank {other.rank} was cut: {reason}"
-            self.server.fail(rank.rank, rank.gone)
-            self._failed(rank, now)
 
     # Ending.
 
