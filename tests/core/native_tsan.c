@@ -490,9 +490,7 @@ int main(int argc, char **argv) {
         native_fail("usage: native_tsan OPERATIONS SEED\n");
     long operations = atol(argv[1]), done = 0;
     uint64_t seed = (uint64_t)atol(argv[2]);
-    /* Who sleeps in a last call, and so may give up, is a matter of what meets. */
-    for (; done < operations || (native_given_up == 0 && done < 20 * operations);
-         done += CALLS_A_COMM)
+    for (; done < operations * (native_given_up ? 1 : 20); done += CALLS_A_COMM) /* that is luck */
         run_comm(native_random(&seed));
     printf("%ld operations, %llu sleeps, %llu of them until their end, %llu given up\n", done,
            (unsigned long long)native_sleeps, (unsigned long long)native_timeouts,
