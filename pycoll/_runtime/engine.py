@@ -353,6 +353,7 @@ class Engine(Communicators):
             for context in self.contexts.values():
                 if context.shm is not None:  # the others may go on for long without this rank
                     context.shm.close()
+                    context.shm = None  # it refers to the context
             self.contexts.clear()
             self._dropped.clear()
             if self.control is not None:

@@ -131,17 +131,17 @@ def joined_and_closed(comm: Comm, cycles: int, transport: str) -> None:
             del world
             comm.barrier()  # rank 0 of the next one forgets the meeting of this one
             after.append(used())
+        # Who was rank 0 last may still have a descriptor for the end of the meeting.
+        most = (after[1][0] + 1, *after[1][1:])
+        deadline = time.monotonic() + LIMIT_S
+        while any(now > limit for now, limit in zip(used(), most, strict=True)):
+            assert time.monotonic() < deadline, (after, used())
+            time.sleep(0.01)
     finally:
         gc.enable()
     if comm.rank == 0:
         until_no_helpers(os.environ["PYCOLL_JOB"])
     comm.barrier()
-    # Who was rank 0 last may still have a descriptor for the end of the meeting.
-    most = (after[1][0] + 1, *after[1][1:])
-    deadline = time.monotonic() + LIMIT_S
-    while any(now > limit for now, limit in zip(used(), most, strict=True)):
-        assert time.monotonic() < deadline, (after, used())
-        time.sleep(0.01)
 
 
 @sizes(3)
