@@ -10,7 +10,7 @@ from pycoll._launcher.outcome import RankState
 
 def test_a_rank_has_two_seconds_and_what_it_leaves_behind_is_killed() -> None:
     sent: list[tuple[int, int]] = []
-    lost = LostRanks(lambda rank, signum: sent.append((rank, signum)))
+    lost = LostRanks(2.0, lambda rank, signum: sent.append((rank, signum)))
     slow, quick = RankState(3), RankState(5)
     lost.add(slow, 100.0)
     lost.add(quick, 100.0, at_once=True)
@@ -28,7 +28,7 @@ def test_a_rank_has_two_seconds_and_what_it_leaves_behind_is_killed() -> None:
 
 def test_a_rank_that_nothing_ends_is_not_waited_for() -> None:
     sent: list[int] = []
-    lost, rank, now = LostRanks(lambda rank, signum: sent.append(signum)), RankState(0), 100.0
+    lost, rank, now = LostRanks(2.0, lambda rank, signum: sent.append(signum)), RankState(0), 100.0
     lost.add(rank, now)
     while times := lost.update(now):
         assert rank.status is None
