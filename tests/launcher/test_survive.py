@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from script_jobs import Done
-from tiers import few
+from tiers import exhaustive, few
 
 WAYS = {
     "shm": (),
@@ -112,18 +112,65 @@ def test_the_others_go_on_wherever_a_rank_dies(job: Any, way: str) -> None:
     assert 0 not in done.content
 
 
-@pytest.mark.exhaustive
+@exhaustive
 @pytest.mark.parametrize("place", [0, 1, -1])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_place_and_every_step(job: Any, way: str, place: int) -> None:
     sweep(job, len(STEPS) + 2, [[(place, step)] for step in STEPS], *WAYS[way])
 
 
-@pytest.mark.exhaustive
+@exhaustive
 @pytest.mark.parametrize("first", STEPS)
 def test_two_at_once_at_every_pair_of_steps(job: Any, first: str) -> None:
     rounds = [[(0, first), (2, second)] for second in STEPS]
     sweep(job, 2 * len(STEPS) + 3, rounds)
+
+
+AT_RANDOM = """
+import random
+draw = random.Random(comm.broadcast(os.urandom(8)))
+comm.agree(True)  # nobody dies before all have that
+own = random.Random()
+order = draw.sample(range(size), size - 2)  # who dies, one after the other
+large, rows = np.full(1 << 18, 1.0), 1 << 15
+
+def calls(comm):
+    me, n = comm.rank, comm.size
+    blocks = np.repeat(np.arange(n) + 10.0 * me, rows).reshape(n, rows)
+    whole = np.repeat(np.arange(n) * 10.0 + me, rows).reshape(n, rows)
+    yield (comm.all_reduce(large) == n).all()
+    yield (comm.all_to_all(blocks) == whole).all()
+    yield (comm.all_gather(blocks[me])[:, 0] == np.arange(n) * 11.0).all()
+    yield (comm.broadcast(large if me == n - 1 else None, root=n - 1) == 1).all()
+    got = comm.gather(blocks[0])
+    yield me > 0 or (got[:, 0] == np.arange(n) * 10.0).all()
+    yield (comm.reduce_scatter(blocks)[0] == sum(10.0 * r + me for r in range(n))).all()
+    yield comm.sendrecv(large * me, (me + 1) % n, (me - 1) % n)[-1] == (me - 1) % n
+    yield (comm.iall_reduce(large).wait() == n).all()
+
+for victim in order:
+    if rank == victim:  # nothing handles this alarm
+        signal.setitimer(signal.ITIMER_REAL, own.uniform(1e-6, 0.03))
+    while victim in comm.members:
+        try:
+            while True:
+                for is_right in calls(comm):
+                    assert is_right
+        except pycoll.PeerFailed as error:
+            assert (error.rank, error.reason) == (victim, "killed by signal 14 (SIGALRM)")
+        comm = comm.shrink()
+assert comm.size == 2 and all(calls(comm))
+ok()
+"""
+
+
+@exhaustive
+@pytest.mark.parametrize("way", [*WAYS, "share-arrays", "segments"])
+@pytest.mark.parametrize("seed", range(3))  # what happens is chance
+def test_ranks_that_die_in_the_middle_of_large_calls(job: Any, way: str, seed: int) -> None:
+    more = {"share-arrays": ("--share-arrays",), "segments": ("-x", "PYCOLL_SINGLE_COPY=0")}
+    done = job(6, AT_RANDOM, "--survive", *{**WAYS, **more}[way])
+    assert (done.status, len(done.content)) == (0, 2), done.stderr
 
 
 def test_where_nobody_shrinks_the_status_is_that_of_the_lost_rank(job: Any) -> None:
@@ -188,6 +235,7 @@ signal.pause()
     assert "the others go on" not in done.stderr.splitlines()[1]
 
 
+@exhaustive  # it takes two seconds by itself
 def test_a_rank_that_is_lost_before_all_have_met_ends_the_job(job: Any) -> None:
     init = "import time\nif os.environ['PYCOLL_RANK'] == '1':\n    sys.exit(4)\n"
     init += "try:\n    pycoll.init()\nexcept pycoll.BootstrapError:\n    signal.pause()\n"
@@ -195,6 +243,7 @@ def test_a_rank_that_is_lost_before_all_have_met_ends_the_job(job: Any) -> None:
     assert done.status == 4, done.stderr
 
 
+@exhaustive  # it takes two seconds by itself
 def test_a_rank_that_has_raised_is_ended_with_what_it_has_started(job: Any) -> None:
     done = job(
         3,
@@ -244,6 +293,7 @@ ok()
     assert (done.status, done.content) == (0, [0, 2]), done.stderr
 
 
+@exhaustive
 def test_a_lost_host_loses_its_ranks_at_once(run: Any) -> None:
     script = """
 import os, signal
@@ -267,7 +317,7 @@ print(*comm.members)
     assert done.stderr.count(": lost with its host far: ") == 2
 
 
-@pytest.mark.exhaustive
+@exhaustive
 def test_of_two_ranks_whose_link_is_cut_one_is_ended(job: Any) -> None:
     done = job(
         3,
