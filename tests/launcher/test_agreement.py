@@ -157,6 +157,7 @@ def check(world: World) -> None:
             assert not different
             missing = set(range(len(world.ranks))) - set(ranks)
             assert missing <= left_out, f"rank {index} does not know why they are missing: {world}"
+            assert not left_out & set(ranks), f"who was gone before is counted: {world}"
     living = {i for i, r in enumerate(world.ranks) if r.lives and i not in world.gone}
     for rank in (world.ranks[index] for index in living):
         assert living <= set(rank.members), f"a living rank was left out: {world}"

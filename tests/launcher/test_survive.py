@@ -252,14 +252,17 @@ import subprocess
 if rank == 0:
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     comm.ssend((os.getpid(), child.pid), 1)
+    comm.recv(1)
     threading.Thread(target=threading.Event().wait).start()  # keeps the process
     raise ValueError("no more")
-pids = comm.recv(0) if rank == 1 else ()
+ends = [os.pidfd_open(pid) for pid in comm.recv(0)] if rank == 1 else []
+if rank == 1:
+    comm.send("seen", 0)
 error = error_of(comm.barrier)
 assert (error.rank, error.reason) == (0, "raised ValueError"), repr(error)
 comm = comm.shrink()
-for pid in pids:
-    await_end(pid)
+for end in ends:
+    select.select([end], [], [])
 comm.barrier()
 ok()
 """,
