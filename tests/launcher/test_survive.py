@@ -241,6 +241,7 @@ def test_a_rank_that_is_lost_before_all_have_met_ends_the_job(job: Any) -> None:
     init += "try:\n    pycoll.init()\nexcept pycoll.BootstrapError:\n    signal.pause()\n"
     done = job(2, "", "--survive", init=init)
     assert done.status == 4, done.stderr
+    assert "the others go on" not in done.stderr
 
 
 @exhaustive  # it takes two seconds by itself
