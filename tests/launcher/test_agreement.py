@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from tiers import exhaustive
 
-from pycoll._launcher.agreement import Agreements, Decided
+from pycoll._launcher.agreement import Agreements, Decided, _Open
 
 Members = tuple[int, ...]
 Heard = tuple[tuple[str, Any], ...]
@@ -79,8 +79,8 @@ def listened(world: World, index: int) -> World:
     sent = (*world.sent[:index], tuple(rest), *world.sent[index + 1 :])
     gone = world.gone | {index} if said in (LEAVES, "ended") else world.gone
     agreements = Agreements(lambda rank: rank not in gone)
-    for key, fields in world.open:
-        agreements.give(key[0], dict(fields))
+    for key, members, given in world.open:  # also what the dead have given
+        agreements._open[key] = _Open(list(members), {r: dict(fields) for r, fields in given})
     if said in (LEAVES, "ended"):
         ranks = tuple(tell(r, ("gone", index)) if r.lives else r for r in world.ranks)
         world = world._replace(ranks=ranks)
@@ -93,9 +93,8 @@ def listened(world: World, index: int) -> World:
         )
         world = world._replace(ranks=ranks)
     still_open = tuple(
-        ((rank, key), tuple(fields.items()))
-        for key, (_, given) in sorted(agreements._open.items())
-        for rank, fields in sorted(given.items())
+        (key, tuple(members), tuple((r, tuple(f.items())) for r, f in sorted(given.items())))
+        for key, (members, given) in sorted(agreements._open.items())
     )
     return world._replace(sent=sent, gone=gone, open=still_open)
 
