@@ -178,6 +178,7 @@ def open_world(
         raise cannot_join(place.rank, exc) from exc
     with _installing:
         _install_hooks()
+        _end_with_multiprocessing(os.getpid())
     engine.interrupts.install()
     return World(engine, place.local_rank, place.local_size, place.node, tracer)
 
@@ -373,6 +374,16 @@ def format_error(error: BaseException) -> str:
 
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@functools.cache
+def _end_with_multiprocessing(pid: int) -> None:
+    """See to the end of this process if multiprocessing has forked it: `atexit` is not called."""
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None and process.parent_process() is not None:
+        from multiprocessing import util
+
+        util.Finalize(None, _at_exit, exitpriority=0)
 
 
 def _at_exit() -> None:

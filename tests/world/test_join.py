@@ -299,6 +299,39 @@ def test_a_forked_child_cannot_use_the_world_but_can_join_another(ranks: Any) ->
     ranks(program)
 
 
+FORKS = """
+import multiprocessing
+import pycoll
+
+def work(rank, tickets, ended):
+    world = pycoll.join(rank, 2, lambda text: tickets.put(text) if text else tickets.get())
+    if rank == 1:
+        return world.send("the last word", 0)
+    ended.get()
+    print(world.recv(1), flush=True)
+    try:
+        world.barrier()
+    except pycoll.PeerFailed as error:
+        print(str(error).partition(":")[0], flush=True)
+
+context = multiprocessing.get_context("fork")
+tickets, ended = context.Queue(), context.Queue()
+ranks = [context.Process(target=work, args=(rank, tickets, ended)) for rank in range(2)]
+for rank in ranks:
+    rank.start()
+ranks[1].join()
+ended.put(True)
+ranks[0].join()
+print([rank.exitcode for rank in ranks])
+"""
+
+
+def test_a_rank_that_multiprocessing_has_forked_leaves_at_its_end() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True)
+    left = "rank 1 is needed, but has left without calling barrier()"
+    assert (done.stdout, done.stderr) == (f"the last word\n{left}\n[0, 0]\n", "")
+
+
 @sizes(3)
 def test_who_needs_a_rank_that_has_left_hears_of_its_exception(ranks: Any) -> None:
     def program(comm: Comm) -> None:
