@@ -32,7 +32,7 @@ from typing import Any
 from pycoll._launcher import agent_socket
 from pycoll._launcher.agent import Agent
 from pycoll._launcher.host import Events, OwnHost, RankProgram
-from pycoll._launcher.host_memory import JobMemory
+from pycoll._launcher.host_memory import JobMemory, Tally
 from pycoll._launcher.line import Hear, Line
 from pycoll._launcher.network_line import LinkLine, reach
 from pycoll._launcher.process import doing as process_doing
@@ -126,6 +126,13 @@ class AdoptedHost:
     def state(self, rank: int, pid: int) -> str:
         """See `host.Host`."""
         return process_doing(pid)
+
+    def ask(self, rank: int, heard: Callable[[int, bytes], object]) -> None:
+        """See `host.Host`: nobody asks for the ranks of another launcher."""
+
+    def tally(self, rank: int) -> Tally | None:
+        """See `host.Host`."""
+        return self._memory.tally(rank)
 
     def tell_failure(self) -> None:
         """See `host.Host`."""

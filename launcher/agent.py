@@ -18,6 +18,7 @@ for a while, it ends the ranks.
     signal number                 to every process of the job here; SIGUSR1, SIGUSR2: to the ranks
     signal_rank rank, number      to the processes of a rank
     failure                       wakes the ranks: one of the job has failed
+    ask rank                      answer rank, packed: what its threads do, as `inspected` packs it
     taken rank, stream, nbytes    so much of its output has been written
     clock                         clock, with its time: nanoseconds of CLOCK_MONOTONIC
     end                           ends what is left; over, when everything has been said
@@ -36,7 +37,8 @@ for a while, it ends the ranks.
     ending signal                 it was told to end; it does when the launcher says so, whose ranks
                                   have time to save what they have
     leaving signal                it ends because of it, now
-    beat states                   of each rank the call it waits in, what its process does
+    beat states                   of each rank the call it waits in, what its process does, and
+                                  what it has done (`host_memory.Tally`)
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pycoll._launcher.host import LocalHost, OwnHost, RankProgram, reserve_descriptors
+from pycoll._launcher.host_memory import Tally
 from pycoll._launcher.input import Feed
 from pycoll._launcher.line import LOST_S, DescriptorLine, Hear, Line
 from pycoll._launcher.outcome import signal_name
@@ -212,6 +215,8 @@ class Agent:
             host.signal_rank(*fields)
         elif kind == "failure":
             host.tell_failure()
+        elif kind == "ask":
+            host.ask(fields[0], lambda rank, packed: self._line.send("answer", rank, packed))
         elif kind == "taken":
             self._taken(*fields)
         elif kind == "input" and self._feed is not None:
@@ -336,11 +341,13 @@ class Agent:
                 self._selector.unregister(output.fd)
         return more
 
-    def _states(self) -> list[tuple[int, str, str]]:
+    def _states(self) -> list[tuple[int, str, str, Tally | None]]:
         host = self._host
         if host is None:
             return []
-        return [(r, host.doing(r), host.state(r, pid)) for r, pid in self._pids.items()]
+        return [
+            (r, host.doing(r), host.state(r, pid), host.tally(r)) for r, pid in self._pids.items()
+        ]
 
     def _hello(self) -> dict[str, Any]:
         reached, launcher = _seen_by(self._starter, os.environ)

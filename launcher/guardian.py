@@ -5,9 +5,9 @@ PYCOLL_JOB in its environment (a daemonized grandchild has a session of its own,
 
 The guardian is this file run by itself, `python -I -S guardian.py JOB PID SECONDS`, so it may
 import the standard library only. It reads lines from the launcher, or the agent of another host, on
-standard input: `session NUMBER` for each rank, `alive` now and then, and at the end `done`, or
-`sweep` if it could not. If its process ends without a word, or says nothing for so many seconds
-(0: that is no matter), the guardian sweeps, too.
+standard input: `session NUMBER` for each rank, `file PATH` for a file to be removed, `alive` now
+and then, and at the end `done`, or `sweep` if it could not. If its process ends without a word, or
+says nothing for so many seconds (0: that is no matter), the guardian sweeps, too.
 """
 
 from __future__ import annotations
@@ -195,6 +195,10 @@ class Guardian:
         """Tell it of a rank's session."""
         self._tell(b"session %d\n" % number)
 
+    def add_file(self, path: str) -> None:
+        """Tell it of a file that is to be removed if this process cannot; its path is one line."""
+        self._tell(b"file %s\n" % os.fsencode(path))
+
     def alive(self) -> None:
         """Tell it that this process goes on."""
         self._tell(b"alive\n")
@@ -260,8 +264,8 @@ def guarded(job: str, silent_s: float = 0.0) -> Iterator[Guardian]:
             process.wait()
 
 
-def _guard(launcher: int, silent_s: float) -> set[int] | None:
-    """Listen until the launcher is done (None), or cannot do it (the sessions of its ranks)."""
+def _guard(launcher: int, silent_s: float) -> tuple[set[int], list[bytes]] | None:
+    """Listen until the launcher is done (None), or cannot do it: its ranks' sessions, and files."""
     poller = select.poll()
     poller.register(0, select.POLLIN)
     # A process forked by the launcher's (a notebook, say) may hold the pipe open after its death.
@@ -281,7 +285,8 @@ def _guard(launcher: int, silent_s: float) -> set[int] | None:
             return None
         if dead or silent or b"sweep\n" in told:
             whole = told[: told.rfind(b"\n") + 1].splitlines()
-            return {int(line.split()[1]) for line in whole if line.startswith(b"session")}
+            files = [line[len(b"file ") :] for line in whole if line.startswith(b"file ")]
+            return {int(line.split()[1]) for line in whole if line.startswith(b"session")}, files
         silent = not poller.poll(1000 * silent_s if silent_s else None)
         # Whoever suspends a job stops this process, too, and may continue it first.
         silent = silent and not poller.poll(1000 * _LATE_S)
@@ -290,9 +295,15 @@ def _guard(launcher: int, silent_s: float) -> set[int] | None:
 def main() -> None:
     """Guard the job named by the first argument for the process named by the second."""
     job, launcher, silent_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-    sessions = _guard(launcher, silent_s)
-    if sessions is None:
+    found = _guard(launcher, silent_s)
+    if found is None:
         return
+    sessions, files = found
+    for file in files:
+        with contextlib.suppress(OSError):
+            os.unlink(file)
+        with contextlib.suppress(OSError):  # others may have files there
+            os.rmdir(os.path.dirname(file))
     for _ in range(3):
         with contextlib.suppress(OSError):  # the system is out of descriptors or memory
             sweep(sessions, job)

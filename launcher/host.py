@@ -17,19 +17,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pycoll._launcher import guardian, process
-from pycoll._launcher.host_memory import JobMemory
+from pycoll._launcher.asked_rank import AskedRank
+from pycoll._launcher.host_memory import JobMemory, Tally
 from pycoll._launcher.outcome import signal_name
 from pycoll._launcher.rendezvous_pairs import link_variable
 from pycoll._launcher.signals import PASSED_ON
 from pycoll._support.environment import HostPlacement, cpus_of_cores, rank_environment, usable_cores
 
 if TYPE_CHECKING:
+    from pycoll._launcher.kept_calls import Kept
     from pycoll._launcher.tracing import TraceMemory
 
 _POLL_S = 0.05  # between looks at the ranks where there are no pidfds
-# Of a rank: process, joined process, two pipes, log file, connection, eventfd, records; its host,
-# which may be its alone: the memory, and the mapping, for which Python keeps it open once more.
-_DESCRIPTORS_OF_A_RANK = 10
+# Of a rank: process, joined process, two pipes, log file, two connections, eventfd, records; its
+# host, which may be its alone: the memory, and the mapping, for which Python keeps it open once
+# more.
+_DESCRIPTORS_OF_A_RANK = 11
 _DESCRIPTORS = 64  # what else a job opens: about 25, most of it libzmq's
 _SPARE = 16  # kept for the end: to look at processes takes two or three
 _EXIT_STATUS = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -96,6 +99,15 @@ class Host(Protocol):
 
     def state(self, rank: int, pid: int) -> str:
         """Return what a rank's process is doing, as `process.doing`."""
+
+    def ask(self, rank: int, heard: Callable[[int, bytes], object]) -> None:
+        """Ask a rank what its threads do; `heard` is called with the rank and `inspected`'s answer.
+
+        Only the latest question counts; a rank that cannot answer never does.
+        """
+
+    def tally(self, rank: int) -> Tally | None:
+        """Return what a rank has done since it joined; None: that is not known."""
 
     def tell_failure(self) -> None:
         """Wake the ranks that wait natively: one has failed."""
@@ -202,6 +214,7 @@ class LocalHost:
         self._selector, self._events = selector, events
         self._open_link, self._relay = open_link, relay
         self._processes: dict[int, _Process] = {}
+        self._asked: dict[int, AskedRank] = {}
         self._is_swept = False
         self._memory = JobMemory(places, usable_cores())
         stack.callback(self._memory.close)
@@ -256,6 +269,10 @@ class LocalHost:
             own = rank_environment(rank, self._places)
             own["PYCOLL_LINK"] = link_variable(theirs[2])
             own["PYCOLL_SHM"] = memory.variable
+            asked = self._asked[rank] = AskedRank(rank, self._selector)
+            self._stack.callback(asked.close)
+            theirs.append(asked.take_end())
+            own["PYCOLL_ASKED"] = link_variable(theirs[3])
             records = []
             if self.trace is not None:
                 records.append(self.trace.descriptors[rank])
@@ -266,7 +283,7 @@ class LocalHost:
                 stdout=theirs[0],
                 stderr=theirs[1],
                 env={**program.environment, **own},
-                pass_fds=(*program.pass_fds, *memory.descriptors, theirs[2], *records),
+                pass_fds=(*program.pass_fds, *memory.descriptors, *theirs[2:], *records),
                 start_new_session=True,
             )
         except BaseException:
@@ -313,7 +330,25 @@ class LocalHost:
 
     def state(self, rank: int, pid: int) -> str:
         """See `Host`."""
-        return process.doing(pid)
+        return process.doing(pid or self._processes[rank].pid)
+
+    def ask(self, rank: int, heard: Callable[[int, bytes], object]) -> None:
+        """See `Host`."""
+        if rank in self._asked:
+            self._asked[rank].ask(heard)
+
+    def tally(self, rank: int) -> Tally | None:
+        """See `Host`."""
+        return self._memory.tally(rank)
+
+    def kept_calls(self) -> list[Kept]:
+        """Return what ranks have called last, of each host that this is."""
+        return self._memory.kept_calls()
+
+    def guard_file(self, path: str) -> None:
+        """Have a file removed that this process makes, if it is killed; "": there is none."""
+        if path:
+            self._guardian.add_file(path)
 
     def tell_failure(self) -> None:
         """See `Host`."""

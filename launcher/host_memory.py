@@ -1,15 +1,17 @@
 """The memory that the ranks of one host share, as far as the launcher makes and reads it.
 
 It is a memfd, without a name that could stay behind, and an eventfd for each rank, all inherited by
-all ranks of the host. They make it larger and lay it out; the launcher knows three things in it:
+all ranks of the host. They make it larger and lay it out; the launcher knows of it:
 
     offset 64               the failure epoch, a uint32: it grows when a rank has failed
     offset 128              the lock of the table of communicators, a uint32: 0, or 1 + the local
                             rank that has it
+    4096 + 1024 * r + 128   what local rank r has done: transports/_core/engine/tally.h
     4096 + 1024 * r + 508   a uint32, odd while local rank r writes its line
     4096 + 1024 * r + 512   the line, UTF-8 that ends with a zero byte: the call in shared memory
                             that r waits in, ", since " and a time of CLOCK_MONOTONIC in
                             seconds; or empty
+    behind all records      for each local rank what it has called last: engine/noted.h, there
 """
 
 from __future__ import annotations
@@ -21,16 +23,39 @@ import os
 import struct
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from pycoll._support.environment import HostPlacement
+
+if TYPE_CHECKING:
+    from pycoll._launcher.kept_calls import Kept
 
 _PAGE = 4096
 _EPOCH, _LOCK = 64 // 4, 128 // 4  # as indices of uint32
 _RECORD = 1024
 _SEQUENCE = struct.Struct("@I")
 _SEQUENCE_OFFSET = _PAGE + 508
+_TALLY = struct.Struct("@QQQQQ")
+_TALLY_OFFSET = _PAGE + 128
+_NOTES_NBYTES = 128 << 10
 _LINE_OFFSET, _LINE_NBYTES = _PAGE + 512, 500
 _TRIES = 100  # to read a line that is being written; the writer may have died in the middle
+
+
+class Tally(NamedTuple):
+    """What a rank has done since it joined.
+
+    Attributes:
+        calls: collectives that it has begun.
+        messages: that it has sent.
+        nbytes: of these, and of what it has given to collectives in shared memory.
+        waited_s: how long it has waited in pycoll, seconds.
+    """
+
+    calls: int
+    messages: int
+    nbytes: int
+    waited_s: float
 
 
 class HostMemory:
@@ -53,7 +78,9 @@ class HostMemory:
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
             self._memfd = os.memfd_create("host.pycoll", flags)
             self.descriptors.append(self._memfd)
-            os.ftruncate(self._memfd, _PAGE)
+            # With what those ranks write, too, that share nothing else.
+            self._notes = _PAGE - (-local_size * _RECORD // _PAGE) * _PAGE
+            os.ftruncate(self._memfd, self._notes + local_size * _NOTES_NBYTES)
             # It only grows: where a rank has mapped it there is always something.
             fcntl.fcntl(self._memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._page = mmap.mmap(self._memfd, _PAGE)
@@ -96,6 +123,29 @@ class HostMemory:
             return f"{call}, for {max(0.0, time.monotonic() - float(start)):.1f} s"
         except ValueError:
             return call + since + start
+
+    def tally(self, local_rank: int) -> Tally | None:
+        """What a rank has done; None: it is not known here."""
+        if self._page is None:
+            return None
+        data = os.pread(self._memfd, _TALLY.size, _TALLY_OFFSET + _RECORD * local_rank)
+        calls, messages, nbytes, waited_ns, since_ns = _TALLY.unpack(data)
+        if since_ns:
+            waited_ns += max(0, time.monotonic_ns() - since_ns)
+        return Tally(calls, messages, nbytes, waited_ns / 1e9)
+
+    def kept_calls(self, world: Mapping[int, int]) -> Kept:
+        """What its ranks have called last; `world`: by local rank which it is."""
+        from pycoll._launcher.kept_calls import noted, unpacked  # not sooner: few jobs need it
+        from pycoll._transports._core import kept_calls
+
+        if self._page is None:
+            return {}
+        notes = {
+            rank: os.pread(self._memfd, _NOTES_NBYTES, self._notes + local * _NOTES_NBYTES)
+            for local, rank in world.items()
+        }
+        return unpacked(kept_calls(self._memfd, len(world)), world) | noted(notes)
 
     def close(self) -> None:
         """Give memory and descriptors back; may be called again."""
@@ -155,6 +205,18 @@ class JobMemory:
     def doing(self, rank: int) -> str:
         """The native call that `rank` waits in, and for how long; "" if it waits in none."""
         return self.of(rank).doing(self._places[rank].local_rank)
+
+    def tally(self, rank: int) -> Tally | None:
+        """What `rank` has done; None: it is not known here."""
+        return self.of(rank).tally(self._places[rank].local_rank)
+
+    def kept_calls(self) -> list[Kept]:
+        """What the ranks of each host have called last."""
+        found = []
+        for node, host in self._hosts.items():
+            mine = {at.local_rank: rank for rank, at in self._places.items() if at.node == node}
+            found.append(host.kept_calls(mine))
+        return found
 
     def close(self) -> None:
         """Give everything back; may be called again."""

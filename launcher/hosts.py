@@ -227,6 +227,7 @@ class Hosts:
             self._relay.add,
             self._stack,
         )
+        self._here.guard_file(self._spec.socket)
         return self._here
 
     def _go_on(self) -> None:
@@ -272,12 +273,18 @@ class Hosts:
                 found = host.trace.clock(), host.trace.read()
                 known |= dict.fromkeys(host.ranks, found)
         traces = []
-        for state, number in zip(states, self._nodes, strict=True):
-            name = self.names[number] if number < len(self.names) > 1 else ""
-            if not name or self.names.count(name) > 1:  # nodes of one machine have one name
-                name = f"{name} host {number}".strip()
+        for state in states:
+            name = self.name_of(state.rank)
             traces.append(of_rank(state, name, *known.get(state.rank, (Clock(), {}))))
         return traces
+
+    def name_of(self, rank: int) -> str:
+        """Return what the host of a rank is called."""
+        number = self._nodes[rank]
+        name = self.names[number] if number < len(self.names) > 1 else ""
+        if not name or self.names.count(name) > 1:  # nodes of one machine have one name
+            name = f"{name} host {number}".strip()
+        return name
 
     def clocks(self) -> dict[str, float]:
         """By how many seconds the clocks of other hosts are ahead, to about a tenth."""

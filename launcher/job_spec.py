@@ -77,6 +77,7 @@ class JobSpec(NamedTuple):
         options: how it runs.
         argv: the program of every rank and its arguments.
         pass_fds, stdin: see `host.RankProgram`.
+        socket: path of the job's own (`job_socket`); "": it has none.
     """
 
     job: str
@@ -85,6 +86,7 @@ class JobSpec(NamedTuple):
     argv: Sequence[str]
     pass_fds: Sequence[int]
     stdin: int | IO[Any] | None
+    socket: str = ""
 
 
 class JobEvents(Events, Protocol):

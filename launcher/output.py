@@ -27,7 +27,7 @@ _FULL, _LOW = 1 << 20, 1 << 18  # bytes waiting: stop reading the ranks' pipes; 
 # terminal, later where another rank's output that breaks the line in two does more harm.
 _QUIET_TERMINAL_S, _QUIET_S = 0.1, 0.5
 _TAIL = 4096  # bytes of each rank's standard error kept for the report
-_LOG_NAME = re.compile(r"rank\.\d+\.log")
+_LOG_NAME = re.compile(r"rank\.\d+\.log|calls\.txt")
 _COLORS = (36, 33, 32, 35, 34, 31)
 
 

@@ -12,7 +12,8 @@ _READ_CALL = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "")
 def doing(pid: int) -> str:
     """Return "running", "stopped", "asleep", "blocked in the kernel" (and in what), or "ended".
 
-    Or "reads standard input", if the main thread waits in that.
+    Or "reads standard input", if the main thread waits in that; or "running on without its main
+    thread", if that has ended.
     """
     states = {}
     with contextlib.suppress(OSError):
@@ -20,7 +21,8 @@ def doing(pid: int) -> str:
             states[int(thread)] = _state(f"/proc/{pid}/task/{thread}/stat")
     main = states.get(pid, "")
     if main in ("", "Z", "X"):
-        return "ended"
+        others = {state for state in states.values() if state not in ("", "Z", "X")}
+        return "running on without its main thread" if others else "ended"
     if main in "Tt":
         return "stopped"
     if "R" in states.values():

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from pycoll._launcher.hosts import Hosts
+from pycoll._launcher.inspection import Inspection
 from pycoll._launcher.job_spec import Options
 from pycoll._launcher.lost_ranks import LostRanks
 from pycoll._launcher.outcome import CANNOT_START, RankState, end_text
@@ -25,6 +26,7 @@ class RankEnds:
 
     server: Server
     _hosts: Hosts
+    _inspection: Inspection
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -124,6 +126,7 @@ class RankEnds:
         Or they go on, and only that rank is to end, with what it has started.
         """
         if rank.failed_at is None and not rank.signalled:
+            self._inspection.keep_calls(f"rank {rank.rank} had failed")
             rank.failed_at = now
             if not self._goes_on:
                 return self._plan.fail(now)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pycoll._launcher import agent
 from pycoll._launcher.host import Events, RankProgram
+from pycoll._launcher.host_memory import Tally
 from pycoll._launcher.input import Input
 from pycoll._launcher.line import LOST_S, DescriptorLine, Line
 from pycoll._launcher.outcome import end_text
@@ -115,6 +116,8 @@ class RemoteHost:
         self._states: dict[int, tuple[str, str]] = {}
         self._owed: dict[tuple[int, int], int] = {}  # output that was taken, and not told so
         self._links: dict[int, Relayed] = {}
+        self._tallies: dict[int, Tally | None] = {}
+        self._heard: Callable[[int, bytes], object] | None = None
         self._start_s = start_s
         self._give_up_at = time.monotonic() + start_s
         self._is_ending = False
@@ -166,6 +169,15 @@ class RemoteHost:
     def state(self, rank: int, pid: int) -> str:
         """See `host.Host`: as of the last beat."""
         return self._states.get(rank, ("", "running"))[1]
+
+    def ask(self, rank: int, heard: Callable[[int, bytes], object]) -> None:
+        """See `host.Host`."""
+        self._heard = heard
+        self.line.send("ask", rank)
+
+    def tally(self, rank: int) -> Tally | None:
+        """See `host.Host`: as of the last beat."""
+        return self._tallies.get(rank)
 
     def tell_failure(self) -> None:
         """See `host.Host`."""
@@ -225,7 +237,9 @@ class RemoteHost:
             if data:
                 self._owed[rank, number] = self._owed.get((rank, number), 0) + len(data)
         elif kind == "beat":
-            self._states = {rank: (doing, state) for rank, doing, state in fields[0]}
+            self._states = {rank: (doing, state) for rank, doing, state, _ in fields[0]}
+            for rank, _, _, tally in fields[0]:
+                self._tallies[rank] = Tally(*tally) if tally is not None else None
         elif kind == "ended":
             self._events.ended(*fields)
         elif kind == "lost":
@@ -241,6 +255,8 @@ class RemoteHost:
                 self.trace.compare_clocks(lambda: self._events.opened(self))
             else:
                 self._events.opened(self)
+        elif kind == "answer" and self._heard is not None:
+            self._heard(*fields)
         elif kind == "clock" and self.trace is not None:
             self.trace.told_time(fields[0])
         elif kind == "trace" and self.trace is not None:

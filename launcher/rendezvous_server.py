@@ -56,6 +56,8 @@ class Server:
         doing: returns what a rank does without having told us, "" if that is not known.
 
     Attributes:
+        size: number of ranks.
+        met_at: when they had all joined, of time.monotonic(); 0: they have not.
         calls: what ranks wait in.
         on_seen: called with what a rank answers to `look`.
 
@@ -76,6 +78,8 @@ class Server:
         if size < 1:
             raise ValueError(f"a job has at least one rank, not {size}")
         wire.check_key(key)
+        self.size = size
+        self.met_at = 0.0
         self._ranks = [RankRecord() for _ in range(size)]
         self._by_peer: dict[Peer, int] = {}
         self._num_missing = size
@@ -262,6 +266,7 @@ class Server:
 
     def _meet(self) -> None:
         self._met = True
+        self.met_at = time.monotonic()
         infos = [entry.info for entry in self._ranks]
         frame = wire.pack("met", {"infos": infos})
         for entry in self._ranks:

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from pycoll._launcher.host import reserve_descriptors
 from pycoll._launcher.hosts import Hosts
+from pycoll._launcher.inspection import Inspection
 from pycoll._launcher.job_spec import JobSpec, Options
 from pycoll._launcher.outcome import (
     CANNOT_START,
@@ -154,6 +155,7 @@ class Job(RankEnds):
         self._hosts.sweep(self._hear)
         if self._options.trace_records and self._hosts.have_started:
             self.traces = self._hosts.traces(self._ranks)
+        self._inspection.tell_stragglers(self._ranks, time.monotonic() - LINGER_S)
         self._relay.finish()
         self._flush()
         return self._outcome()
@@ -202,7 +204,10 @@ class Job(RankEnds):
             lambda rank, pid: self._hosts.of(rank).state(rank, pid),
         )
         spec = JobSpec(self.id, key, options, self._argv, self._pass_fds, self._stdin)
+        self._inspection = Inspection(spec, self.server, self._watch_waits, self.selector, stack)
+        spec = self._inspection.spec
         self._hosts = Hosts(spec, self.selector, self, self.server, self._relay, stack)
+        self._inspection.hosts = self._hosts
         stack.callback(self.server.close_port)
         self.say(f"job {self.id}: {options.size} ranks meet at {self.server.endpoint}")
 
@@ -367,6 +372,7 @@ class Job(RankEnds):
 
     def _tell_of_waits(self, lines: Sequence[str], is_certain: bool) -> None:
         """Show who waits for whom, or act on it if it is certain that they wait for ever."""
+        self._inspection.keep_calls(lines[0])
         if is_certain and self._options.ends_deadlocks:
             self.give_up(DEADLOCKED, lines[0], lines[1:])
         else:

@@ -14,7 +14,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pycoll._launcher import wait_table
 from pycoll._launcher.deadlock import Context, Need, View, awaited, circle, deadlocked
@@ -32,6 +32,20 @@ Key = tuple[object, ...]
 
 Answers = Mapping[int, dict[str, Any]]
 """What ranks have said of themselves in one round: the fields of their post "seen"."""
+
+
+class WaitReport(NamedTuple):
+    """Who waits for whom at a moment.
+
+    Attributes:
+        heading: what a table of it is headed; "": nobody has waited long.
+        is_deadlock: it is certain that some wait for ever.
+        waiters: the ranks that have waited for a moment.
+    """
+
+    heading: str
+    is_deadlock: bool
+    waiters: Mapping[int, Waiter]
 
 
 class Watch:
@@ -73,6 +87,7 @@ class Watch:
         self._answers: dict[int, dict[str, Any]] = {}
         self._num_seen = 0  # waits that had begun when this last went through them
         self._due = math.inf
+        self._wanted: list[Callable[[WaitReport], Iterator[float]]] = []
         self.returned: Mapping[int, Mapping[Context, int]] = {}
         server.on_seen = self._hear
 
@@ -87,20 +102,54 @@ class Watch:
         self.returned = ranks
         self._due = 0.0
 
+    def report(self, then: Callable[[WaitReport], Iterator[float]]) -> None:
+        """Look who waits for whom, however long they have, and go on with `then`.
+
+        Args:
+            then: called with what was found; yields until when it waits for something.
+        """
+        self._wanted.append(then)
+
     def update(self, now: float) -> float:
         """Do what is due; returns when to call this again."""
-        if not self._long_s:
-            return math.inf
-        if self._looking is None:
-            if self._num_seen != self._server.calls.num_started or now >= self._due:
-                self._looking = self._find(now)
-            else:
-                return self._due
-        wake = next(self._looking, None)
-        if wake is None:
-            self._looking = None
-            return self._due
-        return wake
+        self._looking = self._looking or self._next_look(now)
+        wake = next(self._looking, None) if self._looking is not None else None
+        if wake is not None:
+            return wake
+        self._looking = self._next_look(now)  # what has come up meanwhile
+        if self._looking is not None:
+            return now
+        return self._due if self._long_s else math.inf
+
+    def _next_look(self, now: float) -> Iterator[float] | None:
+        """What there is to look for; None: nothing yet."""
+        if self._wanted:
+            return self._report()
+        has_begun = self._num_seen != self._server.calls.num_started
+        if self._long_s and (has_begun or now >= self._due):
+            return self._find(now)
+        return None
+
+    def _report(self) -> Iterator[float]:
+        """Ask what ranks wait in, and tell who wants to know."""
+        rounds: list[Answers] = []
+        while self._server.calls.waits() and len(rounds) < _ROUNDS:
+            if rounds:
+                yield from _until(time.monotonic() + _PAUSE_S)
+            yield from self._ask()
+            rounds.append(self._answers)
+            if not deadlocked(self._with_returned(self._steady(rounds)), self._gone()):
+                break
+        waits = dict(self._server.calls.waits())
+        found = WaitReport("", False, {})
+        if rounds and waits:
+            first = min(waits, key=lambda rank: waits[rank].since)
+            waiters, others = self._waiters(rounds, waits)
+            heading, certain = self._heading(first, rounds, waiters, others)
+            found = WaitReport(heading, bool(certain), waiters)
+        wanted, self._wanted = self._wanted, []
+        for then in wanted:
+            yield from then(found)
 
     @property
     def _long_s(self) -> float:
@@ -253,6 +302,19 @@ class Watch:
         self, first: int, rounds: list[Answers], waits: Mapping[int, RankWait]
     ) -> tuple[list[str], frozenset[int]]:
         """The lines of a table, and the ranks of which it is certain that they wait for ever."""
+        waiters, others = self._waiters(rounds, waits)
+        heading, certain = self._heading(first, rounds, waiters, others)
+        shown = {
+            rank: self._with_process(rank, text)
+            for rank, text in others.items()
+            if rank not in waiters
+        }
+        return wait_table.table(heading, waiters, shown), certain
+
+    def _waiters(
+        self, rounds: list[Answers], waits: Mapping[int, RankWait]
+    ) -> tuple[dict[int, Waiter], dict[int, str]]:
+        """What is to be told of those that wait; and what others do, and those that cannot wait."""
         now = time.monotonic()
         waits = _told_apart(waits)
         known = _views(rounds[-1])
@@ -272,9 +334,7 @@ class Watch:
         }
         wanted = set().union(*(waiter.awaited for waiter in waiters.values()))
         others = {rank: self._doing(rank) for rank in sorted(wanted - waits.keys())}
-        heading, certain = self._heading(first, rounds, waiters, {**others, **doing})
-        shown = {rank: self._with_process(rank, text) for rank, text in others.items()}
-        return wait_table.table(heading, waiters, shown), certain
+        return waiters, {**others, **doing}
 
     def _heading(
         self,

@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pycoll._transports._core import MappedHost
 
+_PAGE, _RECORD_NBYTES, _NOTES_NBYTES = 4096, 1024, 128 << 10  # of _core/host.h
+_TALLY_OFFSET = 128  # in a record
+
 
 def missing_core() -> str | None:
     """Return why the compiled core cannot be used, or None if it can."""
@@ -81,6 +84,27 @@ def give_back(variable: str) -> None:
     if first not in ("", "-"):
         for number in (first, *rest.split(":")[1].split(",")):
             os.close(int(number))
+
+
+def tally_place(variable: str, local_rank: int, local_size: int) -> tuple[int, int, int] | None:
+    """Return where the launcher reads what this rank does; None: nowhere.
+
+    Descriptor, and the offsets of what it counts and of what it notes.
+
+    Args:
+        variable: that of `open_host`.
+        local_rank: this process's rank on the host.
+        local_size: number of ranks there.
+    """
+    handed = _handed_on({"PYCOLL_SHM": variable}, local_rank, local_size)
+    if isinstance(handed, str):
+        return None
+    notes = _PAGE - (-local_size * _RECORD_NBYTES // _PAGE) * _PAGE
+    return (
+        handed.descriptor,
+        _PAGE + local_rank * _RECORD_NBYTES + _TALLY_OFFSET,
+        notes + local_rank * _NOTES_NBYTES,
+    )
 
 
 class Handed(NamedTuple):

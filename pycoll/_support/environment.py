@@ -36,6 +36,7 @@ IDENTITY = (
     Variable("PYCOLL_JOB", "the job's id; what carries it is ended with the job"),
     Variable("PYCOLL_LINK", "its socket to pycoll-run, an inherited descriptor: NUMBER:INODE"),
     Variable("PYCOLL_SHM", "its host's shared memory: inherited descriptors, or why there is none"),
+    Variable("PYCOLL_ASKED", "where pycoll status asks it, an inherited descriptor: NUMBER:INODE"),
     Variable("PYCOLL_TRACE", "with --trace: memory for what it does, inherited: NUMBER:INODE"),
     Variable("PYCOLL_TRANSPORT", "name of the transport, or auto (option --transport)"),
     Variable("PYCOLL_ATTEMPT", "how often the job was begun before (option --restarts), from 0"),

@@ -1,4 +1,4 @@
-"""The command `pycoll`: what this machine offers, proofs, pictures, benchmarks, manifests."""
+"""The command `pycoll`: this machine, jobs that run, proofs, pictures, benchmarks, manifests."""
 
 from __future__ import annotations
 
@@ -17,17 +17,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pycoll._support.wording import did_you_mean
-from pycoll._tools import bench, explain, k8s, show, simulate, tune
+from pycoll._tools import bench, explain, k8s, show, simulate, status, top, tune
 from pycoll._topology import command as topology
 
 if TYPE_CHECKING:
     from pycoll._cuda.cuda import Gpu
     from pycoll.schedules import Algorithm
-
-_NOT_YET: Final = {
-    "top": "Ctrl-C shows what each rank of a job does",
-}
-"""Commands to come, and what there is already."""
 
 GPU_DEADLINE_S: Final = 10.0
 """To wake many GPUs that nobody uses takes a driver seconds."""
@@ -51,11 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in _NOT_YET:
-        command, instead = argv[0], _NOT_YET[argv[0]]
-        said = f"version {_version('pycollective')} does not have the command {command} yet"
-        print(f"pycoll: {said} ({instead})", file=sys.stderr)
-        return 2
     parser = argparse.ArgumentParser(prog="pycoll", description=__doc__)
     parser.add_argument("--version", action="version", version=f"pycoll {_version('pycollective')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -81,6 +71,8 @@ def _run(argv: Sequence[str] | None) -> int:
         "simulate": (simulate, "compute how long collectives take on any number of machines"),
         "bench": (bench, "time collectives, beside MPI and gloo"),
         "tune": (tune, "measure the algorithms, for choosing among them"),
+        "status": (status, "show who waits for whom in a job that runs, and all stacks"),
+        "top": (top, "show what the ranks of a job do each second, and who is waited for"),
         "topology": (topology, "show this machine, and measure the links between hosts"),
         "k8s": (k8s, "print what Kubernetes needs to run a job"),
     }
@@ -99,8 +91,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return _info()
     if arguments.command in modules:
         try:
-            status: int = modules[arguments.command][0].main(arguments)
-            return status
+            code: int = modules[arguments.command][0].main(arguments)
+            return code
         except ValueError as exc:
             parsers[arguments.command].error(str(exc))
     try:

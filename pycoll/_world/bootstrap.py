@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -20,7 +21,7 @@ from pycoll._support.ports import endpoint
 from pycoll._transports import network
 from pycoll._transports._core import with_default_floats
 from pycoll._transports.base import Transport
-from pycoll._transports.shm import give_back, open_host
+from pycoll._transports.shm import give_back, open_host, tally_place
 from pycoll.errors import BootstrapError, TransportError
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ def join(place: JobPlacement, timeout: float, chosen: str, op_timeout: float) ->
             raise
         shared_memory = bootstrap.shared_memory or bootstrap.no_shared_memory
         engine = Engine(bootstrap.core, place.size, control, op_timeout, shared_memory)
+        counted = tally_place(place.memory, place.local_rank, place.local_size)
+        if counted is not None:
+            with contextlib.suppress(OSError, ValueError):  # nobody counts, then
+                bootstrap.core.core.count_in(*counted)
     except BaseException:
         for transport in opened:
             transport.close(0.0)

@@ -27,6 +27,7 @@ from pycoll._calls.group import Group
 from pycoll._communicator.communicator import Communicator, World
 from pycoll._rendezvous.client import Client
 from pycoll._runtime.engine import Engine
+from pycoll._runtime.inspected import answer_launcher
 from pycoll._runtime.membership import NoVerdict
 from pycoll._support import job_key
 from pycoll._support.environment import encrypts
@@ -133,6 +134,7 @@ def init(
         place = read_place(environ)
         if place.rendezvous and not os.environ.get("PYCOLL_JOB"):
             place = place._replace(is_adopted=True)
+        answer_launcher(environ.get("PYCOLL_ASKED", ""))
         timeout = max(0.0, timeout - (time.monotonic() - began))
         _share_arrays(environ)
         world = open_world(place, timeout, chosen, deadline, _tracer(environ))

@@ -446,10 +446,8 @@ static void run_comm(uint64_t seed) {
     layout.region = map(layout.region_nbytes);
     layout.pids = pids;
     layout.local = local;
-    pc_host host = {.size = size,
-                    .fd = -1,
-                    .doorbells = doorbells,
-                    .mapped = PC_PAGE + MAX_RANKS * PC_RECORD_NBYTES};
+    pc_host host = {.size = size, .fd = -1, .doorbells = doorbells};
+    host.mapped = PC_PAGE + MAX_RANKS * PC_RECORD_NBYTES;
     host.spins = spins[native_random(&seed) % 3];
     host.base = map(host.mapped);
     unsigned char *windows[MAX_RANKS];
@@ -467,9 +465,8 @@ static void run_comm(uint64_t seed) {
     for (int rank = 0; rank < size; rank++) {
         struct rank *made = &ranks[rank];
         *made = (struct rank){.host = host, .comm = layout, .all = ranks, .seed = seed};
-        made->host.rank = local[rank];
-        made->comm.rank = rank;
-        made->comm.host = &made->host;
+        made->host.rank = local[rank], made->comm.rank = rank, made->comm.host = &made->host;
+        made->comm.tally = &pc_host_record(&made->host, local[rank])->tally;
         made->comm.compared = calloc((size_t)size, sizeof *made->comm.compared);
     }
     pthread_barrier_init(&all_here, NULL, (unsigned)size);

@@ -11,7 +11,6 @@ import pytest
 from patience import PATIENCE
 from proof_cases import Steps, _edited
 
-from pycoll import __version__
 from pycoll._tools.cli import main
 from pycoll.errors import ProofError
 from pycoll.schedule import Copy, Recv, Reduce, Send, Step, recv_reduce
@@ -264,13 +263,6 @@ def test_the_command_prints_a_line_for_each_algorithm(capsys: pytest.CaptureFixt
     assert main(["check", "--max-size", "2", "ring"]) == 0
     alone = [(line[0], line[1]) for line in _cases(capsys.readouterr().out)]
     assert alone == [(collective, "ring") for collective in TABLE if "ring" in TABLE[collective]]
-
-
-def test_a_command_to_come_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "all_reduce", "-n", "8"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"pycoll: version {__version__} does not have the command top yet (")
-    assert said.count("\n") == 1
 
 
 def test_the_command_proves_on_all_cores_and_prints_in_order() -> None:

@@ -135,6 +135,7 @@ int pc_user_call_begin(pc_collective *call, pc_comm *comm, int kind, int root, P
         return -1;
     }
     comm->deadline = deadline;
+    comm->tally->calls++;
     return 0;
 }
 

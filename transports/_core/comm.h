@@ -34,6 +34,7 @@ typedef struct pc_comm {
     pc_host *host;
     PyObject *host_object; /* which has it */
     uint64_t ident;
+    struct pc_tally *tally; /* this rank's */
     int rank, size;
     int *local;      /* rank on the host, by rank here */
     int *pids;       /* process, by rank here; known once attached */
@@ -125,8 +126,11 @@ typedef struct pc_collective {
 static inline struct pc_progress *pc_progress_of(pc_comm *comm, int rank) {
     return (struct pc_progress *)comm->region + rank;
 }
+static inline struct pc_kept *pc_kept_of(pc_comm *comm, int rank, uint64_t number) {
+    return &pc_progress_of(comm, rank)->kept[number % PC_KEPT_CALLS];
+}
 static inline uint64_t *pc_signature_of(pc_comm *comm, int rank, uint64_t number) {
-    return &pc_progress_of(comm, rank)->signatures[number % (2 * PC_SLOTS)];
+    return &pc_kept_of(comm, rank, number)->signature;
 }
 static inline struct pc_slot *pc_slot_of(pc_comm *comm, int rank, uint64_t number) {
     size_t index = (size_t)rank * PC_SLOTS + number % PC_SLOTS;
@@ -272,6 +276,7 @@ void pc_abandon(pc_collective *call);
 
 /* The calling thread begins a call of the user's, of which the calls here are parts. */
 static inline void pc_claim(pc_comm *comm, struct pc_deadline deadline) {
+    comm->tally->calls++;
     comm->claimed = true;
     comm->deadline = deadline;
     comm->caller = pthread_self();

@@ -72,8 +72,13 @@ static int map_region(pc_comm *comm) {
             return -1;
         }
     }
-    if (error == 0)
+    if (error == 0) {
+        struct pc_progress *mine = pc_progress_of(comm, comm->rank);
+        mine->local = (uint32_t)comm->local[comm->rank];
+        mine->size = (uint32_t)comm->size;
+        pc_publish(&mine->mark, PC_KEPT_MARK);
         return 0;
+    }
     errno = error;
     if (error == ENOSPC)
         PyErr_Format(PyExc_OSError, "more than %d communicators use shared memory: close some",

@@ -111,6 +111,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     if (comm == NULL)
         return NULL;
     comm->host = memory;
+    comm->tally = &pc_host_record(memory, memory->rank)->tally;
     comm->host_object = Py_NewRef(host);
     comm->ident = ident;
     comm->rank = rank;

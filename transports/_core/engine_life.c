@@ -6,6 +6,7 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 /* --- what the engine tells -------------------------------------------------------------------- */
 
@@ -310,6 +311,8 @@ void pc_engine_dealloc(pc_engine_object *self) {
     free(self->links);
     free(self->peers);
     Py_XDECREF(self->host);
+    if (self->counted != NULL)
+        munmap(self->counted, self->counted_nbytes);
     Py_XDECREF(self->dropped);
     Py_XDECREF(self->on_work);
     Py_XDECREF(self->on_orders);

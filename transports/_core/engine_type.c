@@ -4,6 +4,8 @@
 #include "engine_type.h"
 
 #include <errno.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 
 /* --- the lock --------------------------------------------------------------------------------- */
 
@@ -237,6 +239,34 @@ static PyObject *engine_dropped(pc_engine_object *self, void *unused) {
     return Py_NewRef(self->dropped);
 }
 
+/* count_in(fd, offset, notes): what it does is counted there (tally.h), and its calls are noted
+   (noted.h). */
+static PyObject *engine_count_in(pc_engine_object *self, PyObject *args) {
+    int fd;
+    Py_ssize_t offset, notes;
+    struct stat file;
+    if (!PyArg_ParseTuple(args, "inn", &fd, &offset, &notes))
+        return NULL;
+    size_t nbytes = (size_t)notes + PC_NOTED_NBYTES;
+    if (offset < 0 || offset % 8 != 0 || notes < offset || notes % 8 != 0 ||
+        self->counted != NULL || fstat(fd, &file) < 0 || (size_t)file.st_size < nbytes) {
+        PyErr_SetString(PyExc_ValueError, "that is no place to count in, or there is one");
+        return NULL;
+    }
+    unsigned char *base = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    self->counted = base;
+    self->counted_nbytes = nbytes;
+    struct pc_turn turn;
+    if (take(self, &turn)) {
+        self->engine.tally = self->drive.tally = (struct pc_tally *)(base + offset);
+        self->engine.noted = (struct pc_noted *)(base + notes);
+        give(self, &turn);
+    }
+    Py_RETURN_NONE;
+}
+
 static PyGetSetDef engine_values[] = {
     {"engaged", (getter)engine_engaged, (setter)set_engaged,
      "Whether a thread of Python's holds its engine: then nothing is done without it.", NULL},
@@ -271,6 +301,8 @@ static PyMethodDef engine_methods[] = {
      "pending(delta): so many more things are to be driven for."},
     {"post_work", (PyCFunction)engine_post_work, METH_NOARGS,
      "There is something for Python to do: have somebody come."},
+    {"count_in", (PyCFunction)engine_count_in, METH_VARARGS,
+     "count_in(fd, offset, notes): count what is done, and note calls, in this file."},
     {"watch", (PyCFunction)engine_watch, METH_O,
      "watch(fd): have waits end when it is readable, once."},
     {"watch_again", (PyCFunction)engine_watch_again, METH_NOARGS,

@@ -86,6 +86,8 @@ typedef struct pc_engine_object {
     struct pc_engine engine;
     struct pc_link to_self, **links; /* by rank */
     PyObject *host;                  /* NULL: no memory is shared */
+    unsigned char *counted; /* memory in which it counts what it does; NULL: its own */
+    size_t counted_nbytes;
     /* called in the background, if there is something for Python to do */
     PyObject *on_work;
     struct pc_link_shm shm;

@@ -161,8 +161,11 @@ int pc_enter_begin(pc_collective *call, struct pc_slot **slot) {
 
 void pc_enter_end(pc_collective *call, struct pc_slot *slot) {
     pc_comm *comm = call->comm;
+    comm->tally->nbytes += call->nbytes;
     comm->number = call->number;
-    slot->signature = *pc_signature_of(comm, comm->rank, call->number) = call->signature;
+    struct pc_kept *kept = pc_kept_of(comm, comm->rank, call->number);
+    kept->nbytes = call->nbytes;
+    slot->signature = kept->signature = call->signature;
     slot->shape[0] = call->ndim;
     for (int axis = 0; axis < call->ndim && axis < 7; axis++)
         slot->shape[axis + 1] = call->dims[axis];

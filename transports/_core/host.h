@@ -5,7 +5,9 @@
    sparse: pages that were never touched take no memory.
 
        offset 0      page of the host: failure epoch, lock and table of communicators
-       4096          a record of 1024 bytes a rank: is it asleep, what is it doing
+       4096          a record of 1024 bytes a rank: is it asleep, what is it doing, and what has it
+                     done (engine/tally.h)
+       notes         for each rank the collectives by messages that it has begun (engine/noted.h)
        rings         a ring for each ordered pair of ranks (channel.h)
        heaps         a heap for each rank: payloads of buffered messages (channel.h)
        regions       a region for each communicator that uses shared-memory collectives (region.h)
@@ -16,6 +18,8 @@
 #define PC_HOST_H
 
 #include "core.h"
+#include "engine/noted.h"
+#include "engine/tally.h"
 
 #include <pthread.h>
 
@@ -24,6 +28,7 @@
 #define PC_STATUS_OFFSET \
     512 /* of the text in a record; its sequence number is the 4 bytes before it */
 #define PC_STATUS_NBYTES 500
+#define PC_TALLY_OFFSET (2 * PC_LINE) /* on a line that no other rank writes or polls */
 
 /* Communicators with shared-memory collectives that may be open at a time. */
 #define PC_COMMS 4096
@@ -45,7 +50,9 @@ struct pc_record {
     pc_flag32 asleep; /* 1: ring its doorbell after publishing what it may wait for */
     char pad[4];
     pc_flag64 arena; /* where the rank has mapped its arena; 0: nowhere yet */
-    char pad2[PC_STATUS_OFFSET - 16 - 4];
+    char pad2[PC_TALLY_OFFSET - 16];
+    struct pc_tally tally;
+    char pad3[PC_STATUS_OFFSET - PC_TALLY_OFFSET - sizeof(struct pc_tally) - 4];
     pc_flag32 status_sequence; /* odd: the text is being written */
     char status[PC_STATUS_NBYTES];
     char rest[PC_RECORD_NBYTES - PC_STATUS_OFFSET - PC_STATUS_NBYTES];
@@ -53,6 +60,7 @@ struct pc_record {
 _Static_assert(sizeof(struct pc_record) == PC_RECORD_NBYTES, "records are 1024 bytes");
 _Static_assert(offsetof(struct pc_record, status) == PC_STATUS_OFFSET,
                "the launcher reads it there");
+_Static_assert(offsetof(struct pc_record, tally) == PC_TALLY_OFFSET, "the launcher reads it there");
 
 typedef struct pc_host {
     int fd;

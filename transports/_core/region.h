@@ -41,6 +41,15 @@ struct pc_slot {
 };
 _Static_assert(offsetof(struct pc_slot, place) % PC_LINE == 0, "places are whole lines");
 
+/* Calls that are kept of each rank. The last 2 * PC_SLOTS are compared: none of these is
+   overwritten before all have compared it, for nobody can be so far ahead. The others are for the
+   launcher, which reads them when a rank has failed (kept.c). */
+#define PC_KEPT_CALLS 1024
+struct pc_kept {
+    uint64_t signature, nbytes;
+};
+#define PC_KEPT_MARK 0x9C011EC7CA115EEDu
+
 struct pc_progress { /* of one rank; only that rank writes it */
     _Alignas(2 * PC_LINE) pc_flag64 produced; /* chunks it has put into its big slots, ever */
     pc_flag64 reduced;  /* chunks of which it has reduced its part */
@@ -49,9 +58,11 @@ struct pc_progress { /* of one rank; only that rank writes it */
     pc_flag64 phase;
     /* 1: it has left a call with an error, and its arrays are its caller's again */
     pc_flag64 given_up;
-    /* Of its calls: none is overwritten before all have compared it, for nobody can be so far
-       ahead. */
-    _Alignas(PC_LINE) uint64_t signatures[2 * PC_SLOTS];
+    /* for the launcher: PC_KEPT_MARK once the next two are there, the rank's number on its host and
+       how many the communicator has */
+    pc_flag64 mark;
+    uint32_t local, size;
+    _Alignas(PC_LINE) struct pc_kept kept[PC_KEPT_CALLS];
 };
 
 size_t pc_chunk_nbytes(int size);

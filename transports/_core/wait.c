@@ -21,18 +21,24 @@ static int sleep_once(pc_call *call, pc_flag64 *flag, uint64_t value, int peer,
 }
 
 int pc_wait_long(pc_call *call, pc_flag64 *flag, uint64_t value, int peer) {
+    struct pc_tally *tally = &pc_host_record(call->host, call->host->rank)->tally;
     uint64_t started = 0;
     for (unsigned yields = 1;; yields++) {
         sched_yield();
-        if (pc_load(flag) >= value)
+        if (pc_load(flag) >= value) {
+            if (started != 0)
+                pc_tally_end(tally, pc_now_ns());
             return 0;
+        }
         if (yields == YIELDS_WITH_LOCK)
             pc_release(call);
         if (yields % YIELDS_A_LOOK != 0)
             continue;
         uint64_t now = pc_now_ns();
-        if (started == 0)
+        if (started == 0) {
             started = now;
+            pc_tally_begin(tally, now);
+        }
         pc_deadline_count(call->deadline, now);
         if (now - started >= SLEEP_AFTER_NS || now >= call->deadline->until_ns ||
             pc_host_failed(call->host))
@@ -48,5 +54,7 @@ int pc_wait_long(pc_call *call, pc_flag64 *flag, uint64_t value, int peer) {
     pc_host_set_status(call->host, "", 0);
     if (status == 0 && call->up->sleep(call, -1, 0, false) < 0)
         status = -1;
+    if (!pc_host_forked(call->host))
+        pc_tally_end(tally, pc_now_ns());
     return status;
 }

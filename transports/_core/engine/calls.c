@@ -105,15 +105,33 @@ static void give_early(struct pc_context *context, uint64_t number, const struct
     }
 }
 
+/* Note a call where the launcher reads it. */
+static struct pc_noted *note(const struct pc_context *context, const struct pc_called *call) {
+    struct pc_engine *engine = context->engine;
+    if (engine->noted == NULL)
+        return NULL;
+    struct pc_noted *noted = &engine->noted[engine->num_noted++ % PC_NOTED_CALLS];
+    size_t nbytes = call->nbytes < sizeof noted->text ? call->nbytes : sizeof noted->text;
+    noted->ordinal = engine->num_noted;
+    noted->ident = context->ident;
+    noted->number = call->number;
+    noted->ended = 0;
+    noted->nbytes = (uint32_t)nbytes;
+    memcpy(noted->text, call->text, nbytes);
+    return noted;
+}
+
 struct pc_called *pc_context_begin(struct pc_context *context, const void *text, size_t nbytes) {
     struct pc_called *call = malloc(sizeof *call + nbytes);
     if (call == NULL)
         return NULL;
     call->by_number = (struct pc_chained){0};
     call->number = context->next_call++;
+    context->engine->tally->calls++;
     call->nbytes = nbytes;
     memcpy(call->text, text, nbytes);
     call->signature_nbytes = signature_nbytes(call->text, nbytes);
+    call->noted = note(context, call);
     free(context->newest);
     context->newest = NULL;
     pc_chains_add(&context->calls, &call->by_number, pc_hash(call->number, 0));
@@ -124,6 +142,9 @@ struct pc_called *pc_context_begin(struct pc_context *context, const void *text,
 }
 
 void pc_context_end(struct pc_context *context, struct pc_called *call) {
+    if (call->noted != NULL && call->noted->ident == context->ident &&
+        call->noted->number == call->number)
+        call->noted->ended = 1;
     struct pc_called **last = &context->last_calls[context->num_ended++ % PC_LAST_CALLS];
     if (*last != NULL && (*last)->number + 1 == context->next_call)
         context->newest = *last;

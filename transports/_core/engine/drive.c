@@ -304,8 +304,8 @@ enum pc_waited pc_drive_turns(struct pc_drive *drive, struct pc_waiter *me) {
             return waited;
         if (worked)
             continue;
-        if (idle_since == 0)
-            idle_since = now;
+        idle_since = idle_since == 0 ? now : idle_since;
+        pc_drive_tally(drive, me, now);
         if (now - idle_since < patience_ns) {
             yield(drive, now);
             continue;
@@ -341,6 +341,7 @@ static enum pc_waited rest(struct pc_drive *drive, struct pc_waiter *me) {
     enum pc_waited waited = time_is_up(me, now);
     if (waited != GO_ON)
         return waited;
+    pc_drive_tally(drive, me, now);
     atomic_store_explicit(&me->woken, 0, memory_order_relaxed);
     PC_DRIVE_COUNT(drive, rests);
     pc_lock_give(&drive->lock);
@@ -393,6 +394,7 @@ enum pc_waited pc_drive_wait(struct pc_drive *drive, struct pc_op *op, struct pc
             waited = rest(drive, &me);
         }
     }
+    pc_drive_untally(drive, &me);
     part(drive, &me);
     pc_drive_hand_over(drive);
     if (!is_open(drive)) {

@@ -13,6 +13,7 @@
 #define PC_DRIVE_H
 
 #include "op.h"
+#include "tally.h"
 
 #include <pthread.h>
 
@@ -63,6 +64,7 @@ struct pc_waiter {
     struct pc_several *several;
     /* `look_ns`: when the slice is over; 0: not known yet */
     uint64_t deadline_ns, slice_ns, look_ns;
+    bool is_tallied; /* it has waited so long that it counts */
     pc_word woken;
 };
 
@@ -84,6 +86,7 @@ struct pc_drive {
     /* called in the background, without the lock, if there is work; or NULL */
     void (*on_work)(void *owner);
     void *owner;
+    struct pc_tally *tally; /* how long callers wait; or NULL */
 
     struct pc_source *sources[PC_SOURCES];
     uint32_t num_sources;
@@ -162,12 +165,25 @@ void pc_drive_posted(struct pc_drive *drive);
 /* So many more things are to be driven for though nobody may wait for them. */
 void pc_drive_pending(struct pc_drive *drive, int delta);
 
+uint64_t pc_drive_now_ns(void);
+/* A waiter has looked in vain for some time: from now on it counts. */
+static inline void pc_drive_tally(struct pc_drive *drive, struct pc_waiter *me, uint64_t now_ns) {
+    if (me->is_tallied || drive->tally == NULL || me == &drive->background)
+        return;
+    me->is_tallied = true;
+    pc_tally_begin(drive->tally, now_ns);
+}
+
+static inline void pc_drive_untally(struct pc_drive *drive, struct pc_waiter *me) {
+    if (me->is_tallied)
+        pc_tally_end(drive->tally, pc_drive_now_ns());
+}
+
 /* drive.c, for background.c */
 enum pc_waited pc_drive_turns(struct pc_drive *drive, struct pc_waiter *me);
 /* The lock was held for the last time: see that somebody drives. */
 void pc_drive_hand_over(struct pc_drive *drive);
 void pc_drive_ring(struct pc_drive *drive);
-uint64_t pc_drive_now_ns(void);
 /* background.c */
 void pc_drive_call_background(struct pc_drive *drive);
 /* Whether somebody must drive: something is pending, or a thread that did not wait has left

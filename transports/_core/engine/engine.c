@@ -118,6 +118,8 @@ static void leave_list(struct pc_context *context) {
 }
 
 int pc_engine_open(struct pc_engine *engine) {
+    if (engine->tally == NULL)
+        engine->tally = &engine->own_tally;
     engine->gone = calloc((size_t)engine->size, sizeof *engine->gone);
     engine->closed = calloc(PC_CLOSED_IDENTS, sizeof *engine->closed);
     pc_list_clear(&engine->abandoned);

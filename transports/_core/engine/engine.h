@@ -16,7 +16,9 @@
 #include "address.h"
 #include "link.h"
 #include "match.h"
+#include "noted.h"
 #include "scratch.h"
+#include "tally.h"
 
 /* A status is 0, a negative errno of a link, one of these, or what the caller has given to
    `pc_context_break` or `pc_engine_forget`, which is positive. */
@@ -143,6 +145,7 @@ struct pc_receive {
    may differ. */
 struct pc_called {
     uint64_t number;
+    struct pc_noted *noted; /* or NULL */
     size_t nbytes, signature_nbytes; /* all of the text; of what must be the same on all ranks */
     struct pc_chained by_number;
     unsigned char text[];
@@ -210,6 +213,9 @@ struct pc_engine {
     void (*finished)(struct pc_engine *engine, int peer);
     void (*lost)(struct pc_engine *engine, int peer, const char *why);
     void *owner;
+    struct pc_tally *tally; /* what it has done; NULL when it is opened: it is to have its own */
+    struct pc_noted *noted; /* its last calls, a ring; NULL: they are not noted */
+    uint64_t num_noted;
 
     int *gone; /* by peer: a status; 0: it is there */
     /* to which messages of other kinds belong, and their sends: nothing is matched there */
@@ -230,6 +236,7 @@ struct pc_engine {
     struct pc_left *left; /* scratch that is given back then */
     struct pc_scratch scratch;
     struct pc_ending *endings, **last_ending; /* to be told */
+    struct pc_tally own_tally;
 };
 
 /* 0, or -ENOMEM. */
@@ -290,6 +297,9 @@ const struct pc_called *pc_call_newest(const struct pc_context *context);
 void pc_collect_start(struct pc_context *context, struct pc_receive *receive);
 
 static inline void pc_count_sent(const struct pc_context *context, int peer, size_t nbytes) {
+    struct pc_tally *tally = context->engine->tally;
+    tally->messages++;
+    tally->nbytes += nbytes;
     context->counts[peer].num_sent++;
     context->counts[peer].sent_nbytes += nbytes;
 }

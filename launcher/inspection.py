@@ -1,0 +1,227 @@
+"""What a job answers to `pycoll status` and `pycoll top`: who waits for whom, and what ranks do.
+
+The launcher knows what ranks wait in, the kernel what a process does, and each rank answers for its
+threads (`pycoll._runtime.inspected`). So a rank that is stopped, or keeps Python's lock, is shown
+by the first two, and said not to answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pycoll._launcher import wait_table
+from pycoll._launcher.host import LocalHost
+from pycoll._launcher.job_socket import Asker, JobSocket
+from pycoll._launcher.job_spec import JobSpec
+from pycoll._launcher.rendezvous_server import Server
+from pycoll._launcher.watch import WaitReport, Watch
+
+if TYPE_CHECKING:
+    from pycoll._launcher.hosts import Hosts
+    from pycoll._launcher.outcome import RankState
+
+_ANSWER_S = 1.0
+"""Who has not answered then does not in time: it is stopped, or keeps Python's lock."""
+
+Fields = dict[str, Any]
+
+
+class Inspection:
+    """Answers those that ask about a job, in the launcher's loop.
+
+    Args:
+        spec: what the job runs, and how.
+        server: knows what ranks wait in.
+        watch: finds out who waits for whom.
+        selector: the loop's.
+        stack: closes the job's socket.
+
+    Attributes:
+        hosts: of the job; whoever makes them sets this.
+        spec: with the path of the job's socket.
+    """
+
+    hosts: Hosts
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        server: Server,
+        watch: Watch,
+        selector: selectors.BaseSelector,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._job, self._argv, self._options = spec.job, list(spec.argv), spec.options
+        self._server, self._watch = server, watch
+        self._started = time.time()
+        self._askers: list[Asker] = []
+        self._states: dict[int, str] = {}
+        self._stacks: dict[int, Fields] = {}
+        self._has_kept_calls = False
+        self._socket = JobSocket(spec.job, selector, self._hear)
+        stack.callback(self._socket.close)
+        self.spec = spec._replace(socket=self._socket.path)
+
+    def keep_calls(self, why: str) -> None:
+        """Write what ranks have called last to the folder for logs; the first reason counts."""
+        folder = self._options.log_dir
+        if folder is None or self._has_kept_calls or not self.hosts.have_started:
+            return
+        from pycoll._launcher import kept_calls
+
+        self._has_kept_calls = True
+        waits = self._server.calls.waits().values()
+        hosts = dict.fromkeys(self.hosts.of(rank) for rank in self._ranks())
+        kept = [each for host in hosts if isinstance(host, LocalHost) for each in host.kept_calls()]
+        if error := kept_calls.write(folder, kept, waits, why):
+            self.hosts.say(error)
+
+    def tell_stragglers(self, ranks: Sequence[RankState], now: float) -> None:
+        """Say at the end of a job which rank the others have waited for."""
+        if not self._server.met_at:
+            return
+        from pycoll._launcher import stragglers
+
+        lines = stragglers.of_job(
+            [self.hosts.of(each.rank).tally(each.rank) for each in ranks],
+            now - self._server.met_at,
+            verbose=self._options.verbose,
+            is_well=all(each.status == 0 for each in ranks),
+        )
+        if lines:
+            self.hosts.tell(lines)
+
+    def _hear(self, asker: Asker) -> None:
+        """Somebody asks: "status" is answered when the ranks have been asked, others at once."""
+        want = asker.question.get("want")
+        if want != "status":
+            return asker.answer(self._tallies() if want == "tallies" else self._about())
+        self._askers.append(asker)
+        if len(self._askers) > 1:
+            return  # that answer is theirs, too
+        self._watch.report(self._answer)
+
+    def _ranks(self) -> range:
+        return range(self._server.size) if self.hosts.have_started else range(0)
+
+    def _answer(self, report: WaitReport) -> Iterator[float]:
+        """Ask all ranks, and answer when they have, or it is too late for that."""
+        # Before a rank is asked, whose thread then runs that answers.
+        self._states = {rank: self._state(rank) for rank in self._ranks()}
+        self._stacks = {}
+        for rank in self._ranks():
+            self.hosts.of(rank).ask(rank, self._take_stacks)
+        until = time.monotonic() + _ANSWER_S
+        while time.monotonic() < until and not self._have_answered():
+            yield until
+        askers, self._askers = self._askers, []
+        found = self._status(report)
+        for asker in askers:
+            asker.answer(found)
+
+    def _state(self, rank: int) -> str:
+        text, pid = self._server.state(rank)
+        return text or self.hosts.of(rank).state(rank, pid)
+
+    def _host(self, rank: int) -> str:
+        return self.hosts.name_of(rank) if len(self.hosts.names) > 1 else ""
+
+    def _take_stacks(self, rank: int, packed: bytes) -> None:
+        import msgpack
+
+        try:
+            found = msgpack.unpackb(packed)
+            self._stacks[rank] = {
+                "threads": [
+                    {"name": str(name), "frames": [_frame(*frame) for frame in frames]}
+                    for name, frames in found["threads"]
+                ],
+                "ended": bool(found["ended"]),
+            }
+        except (ValueError, TypeError, KeyError, msgpack.UnpackException):
+            pass  # somebody else writes to that socket
+
+    def _have_answered(self) -> bool:
+        """Whether all ranks have that can."""
+        return all(
+            rank in self._stacks or not self._server.state(rank)[1] for rank in self._ranks()
+        )
+
+    def _about(self) -> Fields:
+        return {
+            "job": self._job,
+            "process": os.getpid(),
+            "command": self._argv,
+            "size": self._server.size,
+            "seconds": round(time.time() - self._started, 1),
+        }
+
+    def _tallies(self) -> Fields:
+        ranks = []
+        for rank in self._ranks():
+            pid = self._server.state(rank)[1]
+            tally = self.hosts.of(rank).tally(rank) if pid else None
+            fields = {
+                "rank": rank,
+                "host": self._host(rank),
+                "process": pid,
+                "state": self._state(rank),
+            }
+            ranks.append(fields | (tally._asdict() if tally is not None else {}))
+        return {**self._about(), "time": time.monotonic(), "ranks": ranks}
+
+    def _status(self, report: WaitReport) -> Fields:
+        ranks = [self._rank(rank, report) for rank in self._ranks()]
+        others = {
+            each["rank"]: f"{each['state']}, process {each['process']}"
+            if each["process"]
+            else each["state"]
+            for each in ranks
+            if each["waits_in"] is None
+        }
+        heading = report.heading or "no rank has waited in pycoll for 0.2 s"
+        if not ranks:
+            heading, others = "the ranks have not been started yet", {}
+        return {
+            **self._about(),
+            "heading": heading,
+            "deadlock": report.is_deadlock,
+            "table": wait_table.table(heading, report.waiters, others) if ranks else [heading],
+            "ranks": ranks,
+        }
+
+    def _rank(self, rank: int, report: WaitReport) -> Fields:
+        told, pid = self._server.state(rank)
+        stacks = self._stacks.get(rank)
+        text = self._states.get(rank, told)
+        if not told and not pid:
+            text = f"{text}, has not called pycoll.init()"
+        elif not told and stacks is not None and stacks["ended"] and text != "stopped":
+            text = f"{text}, its main thread has ended"
+        waiter = report.waiters.get(rank)
+        waits_in = None
+        if waiter is not None:
+            waits_in = {
+                "call": waiter.call,
+                "which": waiter.which.strip(),
+                "where": waiter.where,
+                "seconds": round(waiter.waited_s, 1),
+                "for": sorted(waiter.awaited),
+            }
+        return {
+            "rank": rank,
+            "host": self._host(rank),
+            "process": pid,
+            "state": text,
+            "waits_in": waits_in,
+            "threads": stacks["threads"] if stacks is not None else None,
+        }
+
+
+def _frame(path: object, line: int, what: object) -> tuple[str, int, str]:
+    return str(path), int(line), str(what)

@@ -1,0 +1,124 @@
+"""What ranks had called last when one failed: `--log-dir` has it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from launcher_jobs import LIMIT_S, run, started
+
+from pycoll._calls import numbering
+from pycoll._dtypes import TABLE
+from pycoll._launcher.kept_calls import DTYPES, KINDS, OPS, KeptCall, RankCalls, first_difference
+from pycoll._tools import jobs
+from pycoll.errors import Error
+
+DIES = """
+import time
+import numpy as np
+import pycoll
+comm = pycoll.init()
+other = comm.split(None if comm.rank == 1 else 0, name="but one")
+for step in range(1100):
+    comm.all_reduce(np.ones(10))
+comm.broadcast(np.ones(3, np.int16), root=2)
+if comm.rank == 1:
+    time.sleep(1000)
+comm.all_reduce(np.ones(100, np.float32), op="max")
+"""
+
+
+def test_the_numbers_of_collectives_operators_and_types_are_those_of_the_core() -> None:
+    assert KINDS == numbering.KINDS
+    assert OPS == numbering.OPS
+    assert {dtype.code: dtype.name for dtype in TABLE} == dict(enumerate(DTYPES[1:], 1))
+
+
+def test_the_last_calls_of_a_rank_that_was_killed_are_written_beside_those_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    program = tmp_path / "script.py"
+    program.write_text(DIES)
+    with started("-n", "3", "--log-dir", str(tmp_path / "logs"), str(program)) as process:
+        deadline, waiting = time.monotonic() + 20, 0
+        while waiting < 2:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(Error):  # it has not begun
+                ranks = jobs.find(str(process.pid)).ask("status")["ranks"]
+                waiting = sum(rank["waits_in"] is not None for rank in ranks)
+        os.kill(ranks[1]["process"], signal.SIGKILL)
+        assert process.wait(LIMIT_S) == 128 + 9
+    said = (tmp_path / "logs/calls.txt").read_text()
+    assert "when rank 1 had failed" in said
+    world = said[said.index("in shared memory on world, ranks 0-2:") :]
+    lines = [line.strip() for line in world.splitlines()]
+    assert lines[1].startswith("the first in which they differ is call ")
+    number = int(lines[1].removesuffix(":").split()[-1])
+    assert number > 1101
+    differ = lines[2:4]
+    assert "rank 1: has not made it" in differ
+    differ.remove("rank 1: has not made it")
+    assert differ == ["ranks 0, 2: all_reduce, 400 bytes of float32, op=max"]
+    of_killed = lines[lines.index("the last calls of rank 1:") :]
+    of_killed = of_killed[: of_killed.index("the last calls of rank 2:")]
+    assert of_killed[-1].startswith(f"{number - 1}  broadcast, ")
+    assert of_killed[-1].endswith(", root=2")
+    assert of_killed[-2] == f"{number - 2}  all_reduce, 80 bytes of float64, op=sum"
+
+
+def test_calls_by_messages_are_written_with_their_lines_and_whether_they_have_ended(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "script.py"
+    program.write_text(
+        "import numpy as np, pycoll\n"
+        "comm = pycoll.init(transport='tcp')\n"
+        "for step in range(1500):\n"
+        "    comm.all_reduce(np.ones(10))\n"
+        "if comm.rank == 1:\n"
+        "    raise SystemExit(3)\n"
+        "comm.all_gather(np.ones(4))\n"
+    )
+    done = run("-n", "2", "--log-dir", str(tmp_path / "logs"), str(program))
+    assert done.returncode == 3, done.stderr
+    said = (tmp_path / "logs/calls.txt").read_text()
+    world = said[said.index("by messages on world, ranks 0-1:") :]
+    lines = [line.strip() for line in world.splitlines()]
+    of_ended = lines[lines.index("the last calls of rank 1:") + 1 :]
+    assert of_ended[19].startswith("1500  all_reduce(float64[10], op=sum")
+    assert of_ended[19].endswith(" at script.py:4")
+    assert not any(of_ended[20:])
+
+
+def test_without_a_folder_for_logs_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("-n", "1", "--", "false")
+    assert done.returncode == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+A, B = KeptCall(3, 8), KeptCall(5, 8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        ({0: RankCalls(2, [A, B]), 1: RankCalls(2, [A, B])}, (0, {})),
+        ({0: RankCalls(2, [A, B]), 1: RankCalls(1, [A])}, (2, {0: B, 1: None})),
+        ({0: RankCalls(2, [A, B]), 1: RankCalls(2, [B, B])}, (1, {0: A, 1: B})),
+        # Of one only the second is kept, so that only from there on they can be compared.
+        ({0: RankCalls(2, [B]), 1: RankCalls(2, [B, B])}, (0, {})),
+        ({}, (0, {})),
+    ],
+)
+def test_the_first_call_that_differs_is_found_in_what_is_kept_of_all(
+    ranks: dict[int, RankCalls], found: tuple[int, dict[int, KeptCall | None]]
+) -> None:
+    assert first_difference(ranks) == found

@@ -1,0 +1,275 @@
+"""`pycoll status` of jobs whose ranks are in every state that it can tell."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher_jobs import started
+from patience import PATIENCE
+
+LIMIT_S = 60 * PATIENCE
+
+SCRIPT = """
+import ctypes, os, signal, sys, threading, time
+import pycoll
+
+def nap():
+    time.sleep(1000)
+
+def count():
+    return sum(range(10**15))  # holds Python's lock
+
+comm = pycoll.init()
+comm.barrier()
+if comm.rank == 0:
+    sys.stdin.read()
+elif comm.rank == 1:
+    comm.recv(0)
+elif comm.rank == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif comm.rank == 3:
+    count()
+elif comm.rank == 4:
+    threading.Thread(target=nap, name="napper").start()
+elif comm.rank == 5:
+    while True:
+        pass
+elif comm.rank == 6:
+    threading.Thread(target=nap).start()
+    exit_thread = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+    ctypes.CDLL(None).syscall(exit_thread, 0)
+"""
+
+WAITS = """
+import pycoll
+comm = pycoll.init()
+print(comm.rank, flush=True)
+comm.recv(0, tag=comm.rank)
+"""
+
+REMOTE = """
+import os, subprocess, sys
+import pycoll
+comm = pycoll.init()
+if comm.rank == 0:
+    job = os.environ["PYCOLL_JOB"][:8]
+    command = [sys.executable, "-m", "pycoll", "status", job, "--json"]
+    while True:  # until the launcher has heard that rank 1 waits
+        found = subprocess.run(command, capture_output=True, text=True).stdout
+        if '"which": "#0"' in found:
+            break
+    print(found)
+comm.barrier()
+"""
+
+
+def status(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pycoll", "status", *words],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def of(process: int, *words: str) -> dict[str, Any]:
+    done = status(str(process), "--json", *words)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def until(process: int, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The first status that is as wanted: ranks come to where they stay at their own time."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        done = status(str(process), "--json")  # which fails before the job has begun
+        found: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {}
+        if found and wanted(found):
+            return found
+        assert time.monotonic() < deadline, json.dumps(found, indent=1)
+
+
+def innermost(rank: dict[str, Any], name: str = "main thread") -> list[str]:
+    """The functions of a thread of a rank, the innermost first."""
+    (thread,) = [each for each in rank["threads"] if each["name"] == name]
+    return [what for _, _, what in thread["frames"]]
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where jobs of this test have their sockets."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "pycoll"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[[int, str], subprocess.Popen[bytes]]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(size: int, script: str) -> subprocess.Popen[bytes]:
+            program = tmp_path / "script.py"
+            program.write_text(script)
+            return stack.enter_context(started("-n", str(size), str(program)))
+
+        yield start
+
+
+Start = Callable[[int, str], subprocess.Popen[bytes]]
+
+
+def test_every_rank_is_shown_as_it_is_whatever_its_main_thread_does(job: Start) -> None:
+    process = job(7, SCRIPT)
+
+    def are_there(found: dict[str, Any]) -> bool:
+        states = [rank["state"] for rank in found["ranks"]]
+        return (
+            len(states) == 7
+            and states[0] == "reads standard input"
+            and found["ranks"][1]["waits_in"] is not None
+            and states[2] == "stopped"
+            and states[3] == "running"
+            and found["ranks"][3]["threads"] is None
+            and "its main thread has ended" in states[4]
+            and states[5] == "running"
+            and states[6] == "running on without its main thread"
+        )
+
+    found = until(process.pid, are_there)
+    ranks = found["ranks"]
+    assert found["heading"] == "waiting for rank 0, which reads standard input"
+    assert ranks[1]["waits_in"]["call"].startswith("recv(")
+    assert ranks[1]["waits_in"]["where"] == "script.py:16"
+    assert ranks[1]["waits_in"]["for"] == [0]
+    assert innermost(ranks[0])[-1] == "<module>"
+    assert ranks[2]["threads"] is None
+    assert innermost(ranks[4], "thread napper")[0] == "nap"
+    assert innermost(ranks[5]) == ["<module>"]
+    assert not found["deadlock"]
+
+    said = status(str(process.pid)).stdout
+    assert "waiting for rank 0, which reads standard input\n    rank  waits for  in\n" in said
+    assert "rank 2:\n    no stacks: it is stopped" in said
+    assert "rank 3:\n    no stacks: it is running, in something that does not let go of" in said
+    assert ":9 count" not in said  # as nobody can look
+    assert "    thread napper\n" in said
+    assert re.search(r"script.py:2[45] <module>\n", said)
+
+
+def test_a_deadlock_is_told_at_once_and_ranks_that_do_the_same_are_shown_once(job: Start) -> None:
+    process = job(2, "import pycoll\ncomm = pycoll.init()\ncomm.recv(1 - comm.rank)\n")
+    found = until(process.pid, lambda found: bool(found["deadlock"]))
+    assert found["heading"] == "deadlock: rank 0 waits for 1, which waits for 0"
+    said = status(str(process.pid)).stdout
+    assert said.count("script.py:3 <module>") == 1
+    assert "\nranks 0-1:\n    main thread\n        (in pycoll)\n" in said
+
+
+def test_a_rank_that_has_not_joined_is_shown_too(job: Start) -> None:
+    process = job(1, "import time\ntime.sleep(1000)\n")
+    found = until(process.pid, lambda found: "asleep" in json.dumps(found["ranks"]))
+    assert found["ranks"][0]["state"].endswith("has not called pycoll.init()")
+    assert found["ranks"][0]["threads"] is None
+
+
+def test_ranks_of_other_hosts_answer_through_their_agents(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = run("-x", "XDG_RUNTIME_DIR", "-H", "localhost:1,other:1", script=REMOTE)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [rank["host"] for rank in found["ranks"]] == ["localhost", "other"]
+    assert "run" in innermost(found["ranks"][0])
+    assert innermost(found["ranks"][1])[-1] == "<module>"
+    assert found["ranks"][1]["waits_in"]["for"] == [0]
+
+
+def test_jobs_are_listed_and_named_by_their_process_or_the_beginning_of_their_id(
+    job: Start,
+) -> None:
+    first, second = job(1, WAITS), job(1, WAITS)
+    for process in (first, second):
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"0\n"
+    done = status("--json")
+    assert done.returncode == 0, done.stderr
+    listed = {each["process"]: each for each in json.loads(done.stdout)}
+    assert {first.pid, second.pid} <= listed.keys()
+    assert listed[first.pid]["size"] == 1
+    assert listed[first.pid]["command"][-1].endswith("script.py")
+    assert of_id(listed[second.pid]["job"][:6])["process"] == second.pid
+    done = status("none")
+    assert done.returncode == 1
+    assert done.stderr == "pycoll status: no job none of this user runs on this machine\n"
+
+
+def of_id(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(status(name, "--json").stdout)
+    return found
+
+
+def gone(path: Path) -> bool:
+    deadline = time.monotonic() + LIMIT_S
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not path.exists()
+
+
+def test_nothing_is_left_of_a_job_whose_launcher_is_killed(job: Start, folder: Path) -> None:
+    process = job(1, WAITS)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"0\n"
+    (socket,) = folder.iterdir()
+    assert socket.name.startswith(f"{process.pid}.")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    process.kill()
+    assert gone(socket)
+    assert gone(folder)
+
+
+def test_what_a_job_leaves_that_is_killed_with_its_guardian_is_removed_by_who_looks(
+    job: Start, folder: Path
+) -> None:
+    process = job(1, WAITS)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"0\n"
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in map(int, children):
+        if b"guardian.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+        else:
+            rank = pid
+    process.kill()
+    process.wait(LIMIT_S)
+    os.kill(rank, signal.SIGKILL)
+    assert list(folder.iterdir())
+    assert status(str(process.pid)).returncode == 1
+    assert not folder.exists()
+
+
+def test_a_folder_that_others_may_enter_is_not_used(job: Start, folder: Path) -> None:
+    folder.mkdir(mode=0o755)
+    process = job(1, WAITS)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"0\n"
+    assert list(folder.iterdir()) == []
+    assert of(process.pid)["size"] == 1  # in the next folder
+
+
+def test_native_stacks_without_py_spy_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    done = status("--native")
+    assert done.returncode == 2
+    assert "--native needs py-spy" in done.stderr
