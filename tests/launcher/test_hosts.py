@@ -418,3 +418,36 @@ def test_an_address_of_this_host_needs_no_ssh(hosts: Bed, script: Callable[[str]
     assert done.returncode == 0, done.stderr
     assert "10.77.0.2: its launcher is started by ssh" in done.stderr
     assert "10.77.0.1: its launcher" not in done.stderr
+
+
+# Saves when it is told to end, as before a host is taken away; in a second attempt it is done.
+SAVES = """
+import os, signal, sys, pycoll
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+comm = pycoll.init()
+comm.barrier()
+print("ready", os.environ["PYCOLL_ATTEMPT"], comm.rank, comm.size, comm.node, flush=True)
+while os.environ["PYCOLL_ATTEMPT"] == "0" and not comm.all_reduce(len(asked), op="min"):
+    pass
+print("saved" if asked else "done", flush=True)
+"""
+
+
+def test_ranks_save_before_a_host_is_taken_away_and_the_job_begins_again_without_it(
+    hosts: Bed, script: Callable[[str], str]
+) -> None:
+    options = ("--grace", "60", "--restarts", "1", "-H", "hosta:2,hostb:2")
+    with job(hosts, *options, script(SAVES)) as running:
+        hosts.signal("hostb", signal.SIGTERM, "pycoll._launcher.agent")
+        assert running.end(30.0) == 0, running.said
+    assert running.said.count("saved") == 4
+    why = "lost with its host hostb: pycoll was ended there by SIGTERM"
+    assert re.search(rf"pycoll-run: restart 1 of 1: rank 2 failed after .* s: {why}", running.said)
+    assert "pycoll-run: without hostb: 2 ranks instead of 4\n" in running.said
+    last = [line for line in running.lines if "ready 1 " in line]
+    assert sorted(line.split("ready ")[1].split() for line in last) == [
+        ["1", "0", "2", "0"],
+        ["1", "1", "2", "0"],
+    ]
+    assert running.said.count("done") == 2
