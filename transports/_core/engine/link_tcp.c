@@ -268,7 +268,8 @@ static bool source_progress(struct pc_source *source) {
     worked = tell_all(self) || worked;
     if (self->tcp.granted != NULL) {
         pc_tcp_write_granted(&self->tcp);
-        worked = tell_all(self) || true;
+        tell_all(self);
+        worked = true;
     }
     self->progressing = false;
     return worked;
