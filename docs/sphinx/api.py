@@ -52,6 +52,7 @@ MODULES = {
     "mpi4py_like": "",
     "ray": "run",
     "dask": "run",
+    "torch": "",
     "schedule": "Send Recv Reduce Copy recv_reduce Schedule compile_schedule chunks_of",
     "schedules": "Algorithm names find schedule steps_of cost_of",
     "simulate": "simulate Network Link ONE_HOST Timing",

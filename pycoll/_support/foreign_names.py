@@ -204,7 +204,16 @@ ABSENT_FROM_PYCOLL = _each(
 )
 """What the module of others has, and pycoll has not: what is said of it."""
 
-SUBMODULES = ("dask", "mpi4py_like", "parallel", "ray", "schedule", "schedules", "simulate")
+SUBMODULES = (
+    "dask",
+    "mpi4py_like",
+    "parallel",
+    "ray",
+    "schedule",
+    "schedules",
+    "simulate",
+    "torch",
+)
 """Public modules that `import pycoll` does not import."""
 
 METHODS = (

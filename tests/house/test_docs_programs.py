@@ -42,6 +42,7 @@ NEEDS = {
     "sample.py": ("emcee", "schwimmbad"),
     "cluster.py": ("dask_mpi",),
     "average.py": ("torch",),
+    "ddp.py": ("torch",),
 }
 """Libraries that programs of the pages need, and only the tier `engines` has."""
 
@@ -60,6 +61,7 @@ def commands(page: str) -> list[Any]:
 PAGES = (
     *("index.md", "tutorial.md", "pool_of_ranks.md", "from_torch_distributed.md", "trace.md"),
     "going_on.md",
+    "torch.md",
 )
 COMMANDS = [command for page in PAGES for command in commands(page)]
 

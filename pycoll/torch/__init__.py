@@ -1,0 +1,39 @@
+"""pycoll as a backend of torch.distributed: ``dist.init_process_group("pycoll")``.
+
+PyTorch finds the backend by itself where pycoll is installed. Where that is turned off
+(``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), ``import pycoll.torch`` makes it known. DDP, FSDP and
+whatever else uses torch.distributed run on it; docs/torch.md says how, and what differs from gloo.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from torch import distributed
+except ImportError as exc:
+    raise ImportError("pycoll.torch needs PyTorch: pip install torch") from exc
+
+__all__ = ["register"]
+
+_NAME = "pycoll"
+
+
+def register() -> None:
+    """Make the backend known to torch.distributed. The import of this module has done that.
+
+    PyTorch calls it, too, when it looks for backends. A second call does nothing.
+    """
+    if distributed.is_available() and not hasattr(distributed.Backend, _NAME.upper()):
+        devices = ["cpu", "cuda"]
+        distributed.Backend.register_backend(_NAME, _make, extended_api=True, devices=devices)
+
+
+def _make(options: Any, _: Any) -> Any:
+    """Make a process group, as torch.distributed asks for it."""
+    from pycoll.torch import _group  # not sooner: most programs that import PyTorch need no group
+
+    return _group.make(options)
+
+
+register()

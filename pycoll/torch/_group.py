@@ -1,0 +1,233 @@
+"""The process group: what torch.distributed calls, by its own names.
+
+Its Python and its C++ (DDP's reducer, functional collectives) come here; each call is begun, and
+answered with a Work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed
+
+import pycoll
+from pycoll.torch import _collectives as collectives
+from pycoll.torch._memory import Reduction, bytes_of, land, row
+from pycoll.torch._queue import CallQueue
+from pycoll.torch._work import CallWork, GroupWork, MessageWork, SeveralWorks, translated
+from pycoll.torch._world import GroupSeat
+
+Tensors = Sequence[Any]
+Lists = Sequence[Tensors]
+_NONE = timedelta(0)
+_MOST_SHOWN = 8  # of a group's ranks in its name
+
+
+def make(options: Any) -> PycollGroup:
+    """Make the group that PyTorch asks for, on each of its ranks."""
+    ranks, name = list(options.global_ranks_in_group), "torch.distributed"
+    if ranks:  # it is not the default group
+        name = f"group {ranks if len(ranks) <= _MOST_SHOWN else options.group_id}"
+    seconds = options.timeout.total_seconds()
+    try:
+        seat = GroupSeat(options.store, options.group_rank, options.group_size, seconds, name)
+    except pycoll.Error as exc:
+        raise translated(exc) from exc
+    return PycollGroup(seat, seconds)
+
+
+class PycollGroup(distributed.ProcessGroup):
+    """A process group of torch.distributed whose calls are those of a communicator of pycoll's.
+
+    Args:
+        seat: this rank's communicator.
+        seconds: default deadline of every call.
+    """
+
+    def __init__(self, seat: GroupSeat, seconds: float) -> None:
+        super().__init__(seat.comm.rank, seat.comm.size)
+        self._seat, self._comm, self._timeout = seat, seat.comm, seconds
+        self._queue = CallQueue(f"pycoll {seat.comm.name}")
+        self._coalesced: list[GroupWork] | None = None
+        self._name = self._description = ""
+
+    # --- what it is ------------------------------------------------------------------------
+
+    supports_splitting = supports_coalescing = False
+
+    def getBackendName(self) -> str:
+        return "pycoll"
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, text: str) -> None:
+        self._description = text
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def _get_backend(self, device: Any) -> PycollGroup:
+        return self
+
+    @property
+    def _device_types(self) -> list[Any]:
+        names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(name) for name in names]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the deadline of calls that are made from now on."""
+        self._timeout = timeout.total_seconds()
+
+    # --- how calls begin -------------------------------------------------------------------
+
+    def _begin(
+        self, options: Any, filled: Tensors, call: Callable[..., object], *args: Any
+    ) -> GroupWork:
+        """Run ``call(comm, *args, seconds)``, or have it run when those before it are done."""
+        run = partial(call, self._comm, *args)
+        gpus = [tensor.device for tensor in filled if tensor.is_cuda]
+        if gpus:  # another thread has another current stream
+            run = partial(_on_stream, torch.cuda.current_stream(gpus[0]), run)
+        timeout = getattr(options, "timeout", _NONE)
+        seconds = timeout.total_seconds() if timeout > _NONE else self._timeout
+        work = CallWork(self._queue, run, filled, seconds)
+        if getattr(options, "asyncOp", True):
+            self._queue.add(work)
+        else:
+            self._queue.run(work)
+        return self._noted(work)
+
+    def _noted(self, work: GroupWork) -> GroupWork:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _start_coalescing(self, device: Any) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any) -> GroupWork:
+        works, self._coalesced = self._coalesced or [], None
+        return SeveralWorks(works)
+
+    def _by(self, options: Any) -> Reduction:
+        return Reduction(options.reduceOp, self._comm.size)
+
+    # --- collectives -----------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, options: Any) -> GroupWork:
+        (tensor,), by = tensors, self._by(options)
+        return self._begin(options, tensors, collectives.all_reduce, tensor, by)
+
+    def allreduce_coalesced(self, tensors: Tensors, options: Any) -> GroupWork:
+        by = self._by(options)
+        return self._begin(options, tensors, collectives.all_reduce_many, tensors, by)
+
+    def reduce(self, tensors: Tensors, options: Any) -> GroupWork:
+        (tensor,), by, root = tensors, self._by(options), options.rootRank
+        return self._begin(options, tensors, collectives.reduce, tensor, by, root)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Lists, options: Any) -> GroupWork:
+        (output,), (items,), by = outputs, inputs, self._by(options)
+        return self._begin(options, outputs, collectives.reduce_scatter, output, items, by)
+
+    def reduce_scatter_single(self, output: Any, tensor: Any, options: Any) -> GroupWork:
+        call, by = collectives.reduce_scatter_single, self._by(options)
+        return self._begin(options, [output], call, output, tensor, by)
+
+    def reduce_scatter_single_coalesced(
+        self, outs: Tensors, xs: Tensors, options: Any
+    ) -> GroupWork:
+        call, by = collectives.reduce_scatter_single, self._by(options)
+        return self._begin(options, outs, collectives.each, call, outs, xs, by)
+
+    def broadcast(self, tensors: Tensors, options: Any) -> GroupWork:
+        (tensor,), root = tensors, options.rootRank
+        return self._begin(options, tensors, collectives.broadcast, tensor, root)
+
+    def allgather(self, outputs: Lists, inputs: Tensors, options: Any = None) -> GroupWork:
+        (items,), (tensor,) = outputs, inputs
+        return self._begin(options, items, collectives.all_gather, items, tensor)
+
+    def allgather_coalesced(self, outputs: Lists, inputs: Tensors, options: Any) -> GroupWork:
+        filled = [tensor for of_rank in outputs for tensor in of_rank]
+        by_input = [*zip(*outputs, strict=True)]
+        call = collectives.all_gather
+        return self._begin(options, filled, collectives.each, call, by_input, inputs)
+
+    def all_gather_single(self, output: Any, tensor: Any, options: Any = None) -> GroupWork:
+        return self._begin(options, [output], collectives.all_gather_single, output, tensor)
+
+    def all_gather_single_coalesced(
+        self, outs: Tensors, xs: Tensors, options: Any = None
+    ) -> GroupWork:
+        call = collectives.all_gather_single
+        return self._begin(options, outs, collectives.each, call, outs, xs)
+
+    def gather(self, outputs: Lists, inputs: Tensors, options: Any) -> GroupWork:
+        items, (tensor,), root = [*outputs[0]] if outputs else [], inputs, options.rootRank
+        return self._begin(options, items, collectives.gather, items, tensor, root)
+
+    def scatter(self, outputs: Tensors, inputs: Lists, options: Any) -> GroupWork:
+        (output,), items, root = outputs, [*inputs[0]] if inputs else [], options.rootRank
+        return self._begin(options, outputs, collectives.scatter, output, items, root)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> GroupWork:
+        return self._begin(options, outputs, collectives.all_to_all, outputs, inputs)
+
+    def all_to_all_single(
+        self, output: Any, tensor: Any, of_out: Any, of_tensor: Any, options: Any = None
+    ) -> GroupWork:
+        call, lengths = collectives.all_to_all_single, ([*of_out], [*of_tensor])
+        return self._begin(options, [output], call, output, tensor, *lengths)
+
+    def barrier(self, options: Any = None) -> GroupWork:
+        return self._begin(options, [], lambda comm, seconds: comm.barrier(timeout=seconds))
+
+    # --- messages --------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dest: int, tag: int = 0) -> GroupWork:
+        (tensor,) = tensors
+        request = self._comm.isend(bytes_of(row(tensor)), dest, tag)
+        return self._noted(MessageWork(request, tensors, self._timeout))
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> GroupWork:
+        (tensor,), status = tensors, pycoll.Status(0, 0, 0)
+        place = row(tensor)
+        request = self._comm.irecv(source, tag, bytes_of(place), status)
+        ended = partial(land, tensor, place)
+        return self._noted(MessageWork(request, tensors, self._timeout, status, ended))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
+        return self.recv(tensors, pycoll.ANY_SOURCE, tag)
+
+    # --- its end ---------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Give the group up, when the calls that were made are done."""
+        self._queue.end()
+        self._seat.leave()
+
+    def abort(self) -> None:
+        """Give the group up at once: what is under way fails."""
+        self._seat.leave()
+
+    # Names in other versions of PyTorch.
+    _set_default_timeout = set_timeout
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _on_stream(stream: Any, call: Callable[[float], object], seconds: float) -> None:
+    with torch.cuda.stream(stream):
+        call(seconds)
