@@ -43,7 +43,7 @@ def all_reduce(comm: Comm, tensor: Tensor, by: Reduction, seconds: float) -> Non
 
 def all_reduce_many(comm: Comm, tensors: Tensors, by: Reduction, seconds: float) -> None:
     """Reduce several: by one call, where pycoll has the operator for all of them."""
-    if not by.is_plain or any(tensor.is_sparse for tensor in tensors):
+    if not all(map(by.is_plain, tensors)):
         for tensor in tensors:
             all_reduce(comm, tensor, by, seconds)
         return

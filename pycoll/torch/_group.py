@@ -6,6 +6,7 @@ answered with a Work.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -16,9 +17,9 @@ from torch import distributed
 
 import pycoll
 from pycoll.torch import _collectives as collectives
-from pycoll.torch._memory import Reduction, bytes_of, land, row
+from pycoll.torch._memory import Reduction, bytes_of, row
 from pycoll.torch._queue import CallQueue
-from pycoll.torch._work import CallWork, GroupWork, MessageWork, SeveralWorks, translated
+from pycoll.torch._work import CallWork, GroupWork, MessageWork, translated
 from pycoll.torch._world import GroupSeat
 
 Tensors = Sequence[Any]
@@ -115,7 +116,7 @@ class PycollGroup(distributed.ProcessGroup):
 
     def _end_coalescing(self, device: Any) -> GroupWork:
         works, self._coalesced = self._coalesced or [], None
-        return SeveralWorks(works)
+        return self._begin(None, [], lambda *_: [work.wait() for work in works])
 
     def _by(self, options: Any) -> Reduction:
         return Reduction(options.reduceOp, self._comm.size)
@@ -196,14 +197,13 @@ class PycollGroup(distributed.ProcessGroup):
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> GroupWork:
         (tensor,) = tensors
         request = self._comm.isend(bytes_of(row(tensor)), dest, tag)
-        return self._noted(MessageWork(request, tensors, self._timeout))
+        return self._noted(MessageWork(request, tensor, self._timeout, None, None))
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> GroupWork:
         (tensor,), status = tensors, pycoll.Status(0, 0, 0)
         place = row(tensor)
         request = self._comm.irecv(source, tag, bytes_of(place), status)
-        ended = partial(land, tensor, place)
-        return self._noted(MessageWork(request, tensors, self._timeout, status, ended))
+        return self._noted(MessageWork(request, tensor, self._timeout, place, status))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
         return self.recv(tensors, pycoll.ANY_SOURCE, tag)
@@ -213,7 +213,10 @@ class PycollGroup(distributed.ProcessGroup):
     def shutdown(self) -> None:
         """Give the group up, when the calls that were made are done."""
         self._queue.end()
-        self._seat.leave()
+        try:
+            self._seat.leave()
+        except pycoll.Error as exc:  # PyTorch would keep half of its groups
+            warnings.warn(f"pycoll: {exc}", RuntimeWarning, stacklevel=2)
 
     def abort(self) -> None:
         """Give the group up at once: what is under way fails."""

@@ -76,16 +76,7 @@ def bytes_of(elements: Any) -> Any:
 
 
 class Reduction:
-    """An operator of torch.distributed's, and how pycoll reduces by it.
-
-    Args:
-        op: a ReduceOp.
-        size: number of ranks.
-
-    Attributes:
-        name: of pycoll's operator.
-        is_plain: that one is all, whatever the dtype.
-    """
+    """A ReduceOp, and how so many ranks reduce by it: pycoll's operator `name`, and more."""
 
     def __init__(self, op: Any, size: int) -> None:
         self._size = size
@@ -95,15 +86,16 @@ class Reduction:
             if op != ReduceOp.PREMUL_SUM:
                 raise ValueError(f"pycoll does not know the operator {op}")
             self.name, self._factor = "sum", op.factor
-        self.is_plain = self._factor is None and self.name != "avg"  # of integers pycoll has none
+
+    def is_plain(self, tensor: Any) -> bool:
+        """Whether pycoll's operator is all."""
+        is_averaged = self.name == "avg" or self._factor is not None
+        return not (is_averaged or tensor.is_sparse or tensor.dtype in _FLOAT8)
 
     def run(self, call: Any, x: Any, out: Any) -> None:
-        """Reduce by a call of pycoll's.
+        """Reduce x into out, which may be x, or None on a rank that gets no result.
 
-        Args:
-            call: takes an array, the name of an operator, and an array for the result.
-            x: rows.
-            out: rows for the result: may be x; None: this rank gets none.
+        `call` takes an array, the name of an operator of pycoll's, and an array for the result.
         """
         name, dtype = self.name, x.dtype
         is_whole = not dtype.is_floating_point and not dtype.is_complex

@@ -20,6 +20,7 @@ from torch.distributed import DistBackendError, DistNetworkError
 
 from pycoll import Request, Status
 from pycoll.errors import BootstrapError, Error, OperationTimeout, PeerFailed, TransportError
+from pycoll.torch._memory import land
 from pycoll.torch._queue import CallQueue
 
 _NO_LIMIT = timedelta(0)  # how PyTorch says that a wait has no deadline of its own
@@ -159,22 +160,19 @@ class MessageWork(GroupWork):
     """A message that is sent or received: a request of pycoll's.
 
     Args:
+        request: the request.
+        tensor: what it is about.
         seconds: deadline of a wait that has none of its own.
+        place: of a receive: elements that it fills, for the tensor.
         status: of a receive.
-        land: called once when a message is there, to bring it to its place.
     """
 
     def __init__(
-        self,
-        request: Request[Any],
-        tensors: Sequence[Any],
-        seconds: float,
-        status: Status | None = None,
-        land: Callable[[], object] = lambda: None,
+        self, request: Request[Any], tensor: Any, seconds: float, place: Any, status: Status | None
     ) -> None:
-        super().__init__(tensors)
+        super().__init__([tensor])
         self._request, self._seconds, self._status = request, seconds, status
-        self._land, self._landing = land, threading.Lock()
+        self._place, self._landing = place, threading.Lock()
 
     def wait_until_done(self, seconds: float | None) -> None:
         error: Exception | None = None
@@ -186,8 +184,8 @@ class MessageWork(GroupWork):
             error = translated(exc)
         with self._landing:
             if not self._is_done:
-                if error is None:
-                    self._land()
+                if error is None and self._place is not None:
+                    land(self.tensors[0], self._place)
                 self._finish(error)
 
     def _watch(self) -> None:
@@ -201,19 +199,3 @@ class MessageWork(GroupWork):
     def source_rank(self) -> int:
         self.wait()
         return super().source_rank() if self._status is None else self._status.source
-
-
-class SeveralWorks(GroupWork):
-    """Calls that are waited for together."""
-
-    def __init__(self, works: Sequence[GroupWork]) -> None:
-        super().__init__([tensor for work in works for tensor in work.tensors])
-        self._works = works
-
-    def wait_until_done(self, seconds: float | None) -> None:
-        for work in self._works:
-            work.wait(_NO_LIMIT if seconds is None else timedelta(seconds=seconds))
-        self._finish(None)
-
-    def _watch(self) -> None:
-        self.wait_until_done(None)
