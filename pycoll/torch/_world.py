@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import PrefixStore
+
 import pycoll
 from pycoll.errors import BootstrapError, Error
 
@@ -74,6 +76,9 @@ class GroupSeat:
         mine = _known()
         if self._size == 1:
             return _choose([{name: world for name, world in mine.items() if world[2]}])
+        # A store may be used again by the next group of that name; as often by each rank.
+        number = self._store.add(f"uses/{self._rank}", 1)
+        self._store = PrefixStore(f"use {number}", self._store)
         self._store.set(f"worlds/{self._rank}", json.dumps(mine))
         if self._rank == 0:
             chosen = _choose([json.loads(self._get(f"worlds/{r}")) for r in range(self._size)])

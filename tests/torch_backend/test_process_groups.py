@@ -63,6 +63,17 @@ def make_groups_again(comm: Comm) -> None:
         objects = [None] * 3
         dist.all_gather_object(objects, comm.rank)
         assert objects == [2, 0, 1]
+    store = None
+    for number in range(3):
+        dist = torch.distributed
+        if store is None:  # one store for all: what is left of a group says nothing of the next
+            made = dist.TCPStore("127.0.0.1", 0, is_master=True) if comm.rank == 0 else None
+            port = comm.broadcast(made.port if made is not None else None)
+            store = made or dist.TCPStore("127.0.0.1", port)
+        dist.init_process_group("pycoll", store=store, rank=comm.rank, world_size=3)
+        assert total(dist, number) == 3.0 * number
+        dist.destroy_process_group()
+    comm.barrier()  # rank 0 has the store
     part = comm.sub([0, 1])
     if part is not None:
         with part, process_group(part) as dist:
