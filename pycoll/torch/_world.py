@@ -8,6 +8,7 @@ world, too. Ranks tell each other their worlds by the store of the group; rank 0
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -140,13 +141,14 @@ def _known() -> dict[str, tuple[int, int, bool]]:
     """The worlds of this process by name: its rank, their size, whether it has joined."""
     with _changing:
         _note_job()
-        for name, world in [*_worlds.items()]:
-            try:
-                if world.comm is not None:
-                    world.comm.counters()
-            except Error:  # the program has left it, or this process was forked
-                del _worlds[name]
-        return {n: (w.rank, w.size, w.comm is not None) for n, w in _worlds.items()}
+        known = [(name, world) for name, world in _worlds.items() if _is_open(world.comm)]
+        return {name: (of.rank, of.size, of.comm is not None) for name, of in known}
+
+
+def _is_open(comm: pycoll.Communicator | None) -> bool:
+    with contextlib.suppress(Error):  # the program has left it, or this process was forked
+        return comm is None or comm.counters() is not None
+    return False
 
 
 def _note_job() -> None:
