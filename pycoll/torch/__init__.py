@@ -29,11 +29,11 @@ def register() -> None:
         distributed.Backend.register_backend(_NAME, _make, extended_api=True, devices=devices)
 
 
-def _make(options: Any, _: Any) -> Any:
+def _make(opts: Any, _: Any) -> Any:
     """Make a process group, as torch.distributed asks for it."""
     from pycoll.torch import _group  # not sooner: most programs that import PyTorch need no group
 
-    return _group.make(options)
+    return _group.make(opts)
 
 
 register()

@@ -61,7 +61,8 @@ def _all_reduce_sparse(comm: Comm, tensor: Tensor, by: Reduction, seconds: float
     gathered = [comm.all_gatherv(array(part), timeout=seconds) for part in parts]
     indices, values = (torch.cat([torch.as_tensor(each) for each in of]) for of in gathered)
     total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce()
-    tensor.data.copy_(total / comm.size if by.name == "avg" else total)
+    with torch.no_grad():
+        tensor.copy_(total / comm.size if by.name == "avg" else total)
 
 
 def reduce(comm: Comm, tensor: Tensor, by: Reduction, root: int, seconds: float) -> None:

@@ -28,14 +28,14 @@ _NONE = timedelta(0)
 _MOST_SHOWN = 8  # of a group's ranks in its name
 
 
-def make(options: Any) -> PycollGroup:
+def make(opts: Any) -> PycollGroup:
     """Make the group that PyTorch asks for, on each of its ranks."""
-    ranks, name = list(options.global_ranks_in_group), "torch.distributed"
+    ranks, name = list(opts.global_ranks_in_group), "torch.distributed"
     if ranks:  # it is not the default group
-        name = f"group {ranks if len(ranks) <= _MOST_SHOWN else options.group_id}"
-    seconds = options.timeout.total_seconds()
+        name = f"group {ranks if len(ranks) <= _MOST_SHOWN else opts.group_id}"
+    seconds = opts.timeout.total_seconds()
     try:
-        seat = GroupSeat(options.store, options.group_rank, options.group_size, seconds, name)
+        seat = GroupSeat(opts.store, opts.group_rank, opts.group_size, seconds, name)
     except pycoll.Error as exc:
         raise translated(exc) from exc
     return PycollGroup(seat, seconds)
@@ -90,17 +90,17 @@ class PycollGroup(distributed.ProcessGroup):
     # --- how calls begin -------------------------------------------------------------------
 
     def _begin(
-        self, options: Any, filled: Tensors, call: Callable[..., object], *args: Any
+        self, opts: Any, filled: Tensors, call: Callable[..., object], *args: Any
     ) -> GroupWork:
         """Run ``call(comm, *args, seconds)``, or have it run when those before it are done."""
         run = partial(call, self._comm, *args)
         gpus = [tensor.device for tensor in filled if tensor.is_cuda]
         if gpus:  # another thread has another current stream
             run = partial(_on_stream, torch.cuda.current_stream(gpus[0]), run)
-        timeout = getattr(options, "timeout", _NONE)
+        timeout = getattr(opts, "timeout", _NONE)
         seconds = timeout.total_seconds() if timeout > _NONE else self._timeout
         work = CallWork(self._queue, run, filled, seconds)
-        if getattr(options, "asyncOp", True):
+        if getattr(opts, "asyncOp", True):
             self._queue.add(work)
         else:
             self._queue.run(work)
@@ -118,79 +118,77 @@ class PycollGroup(distributed.ProcessGroup):
         works, self._coalesced = self._coalesced or [], None
         return self._begin(None, [], lambda *_: [work.wait() for work in works])
 
-    def _by(self, options: Any) -> Reduction:
-        return Reduction(options.reduceOp, self._comm.size)
+    def _by(self, opts: Any) -> Reduction:
+        return Reduction(opts.reduceOp, self._comm.size)
 
     # --- collectives -----------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors, options: Any) -> GroupWork:
-        (tensor,), by = tensors, self._by(options)
-        return self._begin(options, tensors, collectives.all_reduce, tensor, by)
+    def allreduce(self, tensors: Tensors, opts: Any) -> GroupWork:
+        (tensor,), by = tensors, self._by(opts)
+        return self._begin(opts, tensors, collectives.all_reduce, tensor, by)
 
-    def allreduce_coalesced(self, tensors: Tensors, options: Any) -> GroupWork:
-        by = self._by(options)
-        return self._begin(options, tensors, collectives.all_reduce_many, tensors, by)
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> GroupWork:
+        by = self._by(opts)
+        return self._begin(opts, tensors, collectives.all_reduce_many, tensors, by)
 
-    def reduce(self, tensors: Tensors, options: Any) -> GroupWork:
-        (tensor,), by, root = tensors, self._by(options), options.rootRank
-        return self._begin(options, tensors, collectives.reduce, tensor, by, root)
+    def reduce(self, tensors: Tensors, opts: Any) -> GroupWork:
+        (tensor,), by, root = tensors, self._by(opts), opts.rootRank
+        return self._begin(opts, tensors, collectives.reduce, tensor, by, root)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Lists, options: Any) -> GroupWork:
-        (output,), (items,), by = outputs, inputs, self._by(options)
-        return self._begin(options, outputs, collectives.reduce_scatter, output, items, by)
+    def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Any) -> GroupWork:
+        (output,), (items,), by = outputs, inputs, self._by(opts)
+        return self._begin(opts, outputs, collectives.reduce_scatter, output, items, by)
 
-    def reduce_scatter_single(self, output: Any, tensor: Any, options: Any) -> GroupWork:
-        call, by = collectives.reduce_scatter_single, self._by(options)
-        return self._begin(options, [output], call, output, tensor, by)
+    def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any) -> GroupWork:
+        call, by = collectives.reduce_scatter_single, self._by(opts)
+        return self._begin(opts, [output], call, output, tensor, by)
 
-    def reduce_scatter_single_coalesced(
-        self, outs: Tensors, xs: Tensors, options: Any
-    ) -> GroupWork:
-        call, by = collectives.reduce_scatter_single, self._by(options)
-        return self._begin(options, outs, collectives.each, call, outs, xs, by)
+    def reduce_scatter_single_coalesced(self, outs: Tensors, xs: Tensors, opts: Any) -> GroupWork:
+        call, by = collectives.reduce_scatter_single, self._by(opts)
+        return self._begin(opts, outs, collectives.each, call, outs, xs, by)
 
-    def broadcast(self, tensors: Tensors, options: Any) -> GroupWork:
-        (tensor,), root = tensors, options.rootRank
-        return self._begin(options, tensors, collectives.broadcast, tensor, root)
+    def broadcast(self, tensors: Tensors, opts: Any) -> GroupWork:
+        (tensor,), root = tensors, opts.rootRank
+        return self._begin(opts, tensors, collectives.broadcast, tensor, root)
 
-    def allgather(self, outputs: Lists, inputs: Tensors, options: Any = None) -> GroupWork:
+    def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> GroupWork:
         (items,), (tensor,) = outputs, inputs
-        return self._begin(options, items, collectives.all_gather, items, tensor)
+        return self._begin(opts, items, collectives.all_gather, items, tensor)
 
-    def allgather_coalesced(self, outputs: Lists, inputs: Tensors, options: Any) -> GroupWork:
+    def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Any) -> GroupWork:
         filled = [tensor for of_rank in outputs for tensor in of_rank]
         by_input = [*zip(*outputs, strict=True)]
         call = collectives.all_gather
-        return self._begin(options, filled, collectives.each, call, by_input, inputs)
+        return self._begin(opts, filled, collectives.each, call, by_input, inputs)
 
-    def all_gather_single(self, output: Any, tensor: Any, options: Any = None) -> GroupWork:
-        return self._begin(options, [output], collectives.all_gather_single, output, tensor)
+    def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> GroupWork:
+        return self._begin(opts, [output], collectives.all_gather_single, output, tensor)
 
     def all_gather_single_coalesced(
-        self, outs: Tensors, xs: Tensors, options: Any = None
+        self, outs: Tensors, xs: Tensors, opts: Any = None
     ) -> GroupWork:
         call = collectives.all_gather_single
-        return self._begin(options, outs, collectives.each, call, outs, xs)
+        return self._begin(opts, outs, collectives.each, call, outs, xs)
 
-    def gather(self, outputs: Lists, inputs: Tensors, options: Any) -> GroupWork:
-        items, (tensor,), root = [*outputs[0]] if outputs else [], inputs, options.rootRank
-        return self._begin(options, items, collectives.gather, items, tensor, root)
+    def gather(self, outputs: Lists, inputs: Tensors, opts: Any) -> GroupWork:
+        items, (tensor,), root = [*outputs[0]] if outputs else [], inputs, opts.rootRank
+        return self._begin(opts, items, collectives.gather, items, tensor, root)
 
-    def scatter(self, outputs: Tensors, inputs: Lists, options: Any) -> GroupWork:
-        (output,), items, root = outputs, [*inputs[0]] if inputs else [], options.rootRank
-        return self._begin(options, outputs, collectives.scatter, output, items, root)
+    def scatter(self, outputs: Tensors, inputs: Lists, opts: Any) -> GroupWork:
+        (output,), items, root = outputs, [*inputs[0]] if inputs else [], opts.rootRank
+        return self._begin(opts, outputs, collectives.scatter, output, items, root)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> GroupWork:
-        return self._begin(options, outputs, collectives.all_to_all, outputs, inputs)
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+        return self._begin(opts, outputs, collectives.all_to_all, outputs, inputs)
 
     def all_to_all_single(
-        self, output: Any, tensor: Any, of_out: Any, of_tensor: Any, options: Any = None
+        self, output: Any, tensor: Any, of_out: Any, of_tensor: Any, opts: Any = None
     ) -> GroupWork:
         call, lengths = collectives.all_to_all_single, ([*of_out], [*of_tensor])
-        return self._begin(options, [output], call, output, tensor, *lengths)
+        return self._begin(opts, [output], call, output, tensor, *lengths)
 
-    def barrier(self, options: Any = None) -> GroupWork:
-        return self._begin(options, [], lambda comm, seconds: comm.barrier(timeout=seconds))
+    def barrier(self, opts: Any = None) -> GroupWork:
+        return self._begin(opts, [], lambda comm, seconds: comm.barrier(timeout=seconds))
 
     # --- messages --------------------------------------------------------------------------
 

@@ -38,10 +38,7 @@ _OPERATORS = (
 
 def row(tensor: Any) -> Any:
     """Return a tensor's elements one after the other: its own memory, or a copy (see `land`)."""
-    plain = tensor.data
-    if plain.is_complex() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
-    return plain.contiguous().view(-1)
+    return tensor.data.contiguous().view(-1)
 
 
 def rows(tensor: Any, count: int) -> Any:

@@ -97,7 +97,7 @@ def wait_too_long(comm: Comm) -> None:
         group = dist.new_group(timeout=short)
         if comm.rank == 1:
             began = time.monotonic()
-            with pytest.raises(dist.DistBackendError, match=r" Timed out .*barrier.*rank 0"):
+            with pytest.raises(dist.DistBackendError, match=r"(?s) Timed out .*barrier.*rank 0: barrier"):
                 dist.barrier(group)
             assert 0.25 < time.monotonic() - began < 3.0 * PATIENCE
             with pytest.raises(dist.DistBackendError, match="Timed out"):
@@ -136,13 +136,13 @@ def test_a_deadline_is_that_of_the_group_and_says_who_is_missing(ranks: Any) -> 
 def make_other_calls(comm: Comm) -> None:
     with process_group(comm) as dist:
         group = dist.new_group()
-        with pytest.raises(dist.DistBackendError, match=r"float32\[[12]\].*float32\[[12]\]"):
+        with pytest.raises(dist.DistBackendError, match=r"(?s)float32\[1\].*float32\[2\]"):
             dist.all_reduce(torch.ones(1 + (comm.rank == 2)), group=group)
         group = dist.new_group()
         x = torch.ones(3, dtype=torch.float64 if comm.rank else torch.float32)
         work = dist.broadcast(x, src=1, group=group, async_op=True)
         if comm.rank == 0:
-            with pytest.raises(dist.DistBackendError, match=r"(?s)float64.*float32|float32.*64"):
+            with pytest.raises(dist.DistBackendError, match=r"(?s)float64.*float32|float32.*float64"):
                 work.get_future().wait()
             assert isinstance(work.exception(), dist.DistBackendError)
             assert not work.is_success()
