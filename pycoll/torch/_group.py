@@ -19,7 +19,7 @@ import pycoll
 from pycoll.torch import _collectives as collectives
 from pycoll.torch._memory import Reduction, bytes_of, row
 from pycoll.torch._queue import CallQueue
-from pycoll.torch._work import CallWork, GroupWork, MessageWork, translated
+from pycoll.torch._work import CallWork, GroupWork, MessageWork, translating
 from pycoll.torch._world import GroupSeat
 
 Tensors = Sequence[Any]
@@ -34,10 +34,8 @@ def make(opts: Any) -> PycollGroup:
     if ranks:  # it is not the default group
         name = f"group {ranks if len(ranks) <= _MOST_SHOWN else opts.group_id}"
     seconds = opts.timeout.total_seconds()
-    try:
+    with translating():
         seat = GroupSeat(opts.store, opts.group_rank, opts.group_size, seconds, name)
-    except pycoll.Error as exc:
-        raise translated(exc) from exc
     return PycollGroup(seat, seconds)
 
 
@@ -119,13 +117,14 @@ class PycollGroup(distributed.ProcessGroup):
         return self._begin(None, [], lambda *_: [work.wait() for work in works])
 
     def _by(self, opts: Any) -> Reduction:
-        return Reduction(opts.reduceOp, self._comm.size)
+        op = distributed.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+        return Reduction(op, self._comm.size)
 
     # --- collectives -----------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors, opts: Any) -> GroupWork:
-        (tensor,), by = tensors, self._by(opts)
-        return self._begin(opts, tensors, collectives.all_reduce, tensor, by)
+    def allreduce(self, tensors: Any, opts: Any = None) -> GroupWork:
+        tensors, by = _listed(tensors), self._by(opts)
+        return self._begin(opts, tensors, collectives.all_reduce, *tensors, by)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> GroupWork:
         by = self._by(opts)
@@ -147,9 +146,9 @@ class PycollGroup(distributed.ProcessGroup):
         call, by = collectives.reduce_scatter_single, self._by(opts)
         return self._begin(opts, outs, collectives.each, call, outs, xs, by)
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> GroupWork:
-        (tensor,), root = tensors, opts.rootRank
-        return self._begin(opts, tensors, collectives.broadcast, tensor, root)
+    def broadcast(self, tensors: Any, opts: Any) -> GroupWork:
+        tensors, root = _listed(tensors), getattr(opts, "rootRank", opts)
+        return self._begin(opts, tensors, collectives.broadcast, *tensors, root)
 
     def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> GroupWork:
         (items,), (tensor,) = outputs, inputs
@@ -194,13 +193,15 @@ class PycollGroup(distributed.ProcessGroup):
 
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> GroupWork:
         (tensor,) = tensors
-        request = self._comm.isend(bytes_of(row(tensor)), dest, tag)
+        with translating():
+            request = self._comm.isend(bytes_of(row(tensor)), dest, tag)
         return self._noted(MessageWork(request, tensor, self._timeout, None, None))
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> GroupWork:
         (tensor,), status = tensors, pycoll.Status(0, 0, 0)
         place = row(tensor)
-        request = self._comm.irecv(source, tag, bytes_of(place), status)
+        with translating():
+            request = self._comm.irecv(source, tag, bytes_of(place), status)
         return self._noted(MessageWork(request, tensor, self._timeout, place, status))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
@@ -227,6 +228,11 @@ class PycollGroup(distributed.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+def _listed(tensors: Any) -> Tensors:
+    """Programs that call a group themselves may pass a tensor, or an operator for the options."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
 def _on_stream(stream: Any, call: Callable[[float], object], seconds: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
@@ -17,17 +18,17 @@ def _dtypes(names: str) -> frozenset[Any]:
     return frozenset(getattr(torch, name) for name in names.split() if hasattr(torch, name))
 
 
-_NUMPY = _dtypes(
-    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64"
-    " complex64 complex128"
-)
-"""NumPy has them, too: its arrays are what pycoll takes most quickly."""
-
 _FLOAT8 = _dtypes("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz")
 """They move, and are reduced as float32."""
 
-_NAMED = _NUMPY | _FLOAT8 | {torch.bfloat16}
-"""pycoll has a name for them, for its message where ranks have passed different ones."""
+_NUMPY = {
+    getattr(torch, name): np.dtype(name).str
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+"""Dtypes that NumPy has, too, and what it calls them."""
 
 _OPERATORS = (
     *(("sum", ReduceOp.SUM), ("avg", ReduceOp.AVG), ("prod", ReduceOp.PRODUCT)),
@@ -60,16 +61,31 @@ def land(tensor: Any, filled: Any) -> None:
 
 def array(elements: Any) -> Any:
     """Return what pycoll takes for elements that are moved or reduced."""
-    if elements.dtype not in _NAMED:
-        elements = elements.view(torch.uint8)
-    if elements.device.type == "cpu" and elements.dtype in _NUMPY:
-        return elements.numpy()
-    return elements
+    name = _NUMPY.get(elements.dtype)
+    if name is None and elements.dtype != torch.bfloat16:
+        return array(elements.view(torch.uint8))
+    if name is None or elements.is_cuda or not elements.numel():
+        return elements
+    return np.asarray(TensorMemory(elements, name))
+
+
+class TensorMemory:
+    """The memory of a contiguous tensor, for NumPy; what is made of it keeps the tensor.
+
+    After `Tensor.numpy` a storage cannot be resized any more, as FSDP does.
+    """
+
+    def __init__(self, tensor: Any, dtype: str) -> None:
+        self.tensor = tensor
+        place = (tensor.data_ptr(), False)
+        self.__array_interface__ = {
+            "version": 3, "data": place, "shape": tuple(tensor.shape), "typestr": dtype
+        }  # fmt: skip
 
 
 def bytes_of(elements: Any) -> Any:
     """Return what pycoll takes for a message: whoever receives it says what its bytes mean."""
-    return array(elements.view(torch.uint8))
+    return elements.view(torch.uint8)
 
 
 class Reduction:

@@ -9,8 +9,9 @@ given out is a child of the future, which has a real error.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +40,15 @@ def translated(error: Exception) -> Exception:
     made: Exception = kind(f"pycoll:{late} {error}")
     made.__cause__ = error
     return made
+
+
+@contextmanager
+def translating() -> Iterator[None]:
+    """Raise pycoll's errors as `translated` gives them."""
+    try:
+        yield
+    except Error as exc:
+        raise translated(exc) from exc
 
 
 class GroupWork(Work):

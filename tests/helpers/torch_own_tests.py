@@ -39,7 +39,7 @@ def load(size: int, folder: str) -> ModuleType:
     text = re.sub(r'BACKEND == "gloo"', r'BACKEND in ("gloo", "pycoll")', text)
     text = text.replace('available({"gloo"})', 'available({"gloo", "pycoll"})')
     module = sys.modules[NAME] = importlib.util.module_from_spec(spec)
-    exec(compile(text, spec.origin, "exec"), vars(module))
+    exec(compile(text, spec.origin, "exec", dont_inherit=True), vars(module))
     return module
 
 

@@ -97,12 +97,14 @@ def wait_too_long(comm: Comm) -> None:
         group = dist.new_group(timeout=short)
         if comm.rank == 1:
             began = time.monotonic()
-            with pytest.raises(dist.DistBackendError, match=r"(?s) Timed out .*barrier.*rank 0: barrier"):
+            with pytest.raises(dist.DistBackendError, match=r"(?s) Timed out .*barrier.*rank 0: "):
                 dist.barrier(group)
             assert 0.25 < time.monotonic() - began < 3.0 * PATIENCE
             with pytest.raises(dist.DistBackendError, match="Timed out"):
                 dist.all_reduce(torch.ones(1), group=group)  # the first cause is told again
-            with pytest.raises(dist.DistBackendError, match=r" Timed out .*recv"):
+        group = dist.new_group(timeout=short)
+        if comm.rank == 1:
+            with pytest.raises(dist.DistBackendError, match=r" Timed out .*recv.*group"):
                 dist.recv(torch.ones(1), src=0, group=group)
             message = dist.irecv(x := torch.ones(1), src=2)
             with pytest.raises(dist.DistBackendError, match=" Timed out "):
@@ -142,7 +144,7 @@ def make_other_calls(comm: Comm) -> None:
         x = torch.ones(3, dtype=torch.float64 if comm.rank else torch.float32)
         work = dist.broadcast(x, src=1, group=group, async_op=True)
         if comm.rank == 0:
-            with pytest.raises(dist.DistBackendError, match=r"(?s)float64.*float32|float32.*float64"):
+            with pytest.raises(RuntimeError, match=r"DistBackendError: .*float64.*float32"):
                 work.get_future().wait()
             assert isinstance(work.exception(), dist.DistBackendError)
             assert not work.is_success()
