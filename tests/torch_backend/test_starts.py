@@ -140,7 +140,8 @@ def test_a_rank_that_dies_is_named_by_backward_on_all_others(
         done = run(*RUN, "-n", "3", script(DIES_BY_LAUNCHER))
         assert done.returncode == 137, done.stderr
     said = sorted(line for line in done.stdout.splitlines() if " after " in line)
-    pattern = r"(\d) after (\d+\.\d) s: .*DistNetworkError: pycoll: .*rank 1 .*SIGKILL"
+    reason = "its process ended" if by == "spawn" else "SIGKILL"
+    pattern = rf"(\d) after (\d+\.\d) s: .*DistNetworkError: pycoll: .*rank 1 .*{reason}"
     found = [re.match(pattern, line) for line in said]
     assert len(found) == 2, done.stdout + done.stderr
     assert all(found), said
