@@ -9,11 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-try:
-    from torch import distributed
-except ImportError as exc:
-    raise ImportError("pycoll.torch needs PyTorch: pip install torch") from exc
-
 __all__ = ["register"]
 
 _NAME = "pycoll"
@@ -24,6 +19,8 @@ def register() -> None:
 
     PyTorch calls it, too, when it looks for backends. A second call does nothing.
     """
+    from torch import distributed
+
     if distributed.is_available() and not hasattr(distributed.Backend, _NAME.upper()):
         devices = ["cpu", "cuda"]
         distributed.Backend.register_backend(_NAME, _make, extended_api=True, devices=devices)
@@ -36,4 +33,8 @@ def _make(opts: Any, _: Any) -> Any:
     return _group.make(opts)
 
 
+try:
+    import torch  # noqa: F401  # calls `register`, unless that is turned off: so it comes here
+except ImportError as exc:
+    raise ImportError("pycoll.torch needs PyTorch: pip install torch") from exc
 register()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pycoll import Communicator as Comm
-from pycoll.torch._memory import Reduction, array, land, row, rows
+from pycoll.torch._memory import TensorReduction, array, land, row, rows
 
 Tensor = Any
 Tensors = Sequence[Tensor]
@@ -32,7 +32,7 @@ def _arrays(tensors: Tensors) -> list[Any]:
     return [array(row(tensor)) for tensor in tensors]
 
 
-def all_reduce(comm: Comm, tensor: Tensor, by: Reduction, seconds: float) -> None:
+def all_reduce(comm: Comm, tensor: Tensor, by: TensorReduction, seconds: float) -> None:
     if tensor.is_sparse:
         _all_reduce_sparse(comm, tensor, by, seconds)
         return
@@ -41,7 +41,7 @@ def all_reduce(comm: Comm, tensor: Tensor, by: Reduction, seconds: float) -> Non
     land(tensor, x)
 
 
-def all_reduce_many(comm: Comm, tensors: Tensors, by: Reduction, seconds: float) -> None:
+def all_reduce_many(comm: Comm, tensors: Tensors, by: TensorReduction, seconds: float) -> None:
     """Reduce several: by one call, where pycoll has the operator for all of them."""
     if not all(map(by.is_plain, tensors)):
         for tensor in tensors:
@@ -51,7 +51,7 @@ def all_reduce_many(comm: Comm, tensors: Tensors, by: Reduction, seconds: float)
         comm.all_reduce_many(xs, by.name, xs, timeout=seconds)
 
 
-def _all_reduce_sparse(comm: Comm, tensor: Tensor, by: Reduction, seconds: float) -> None:
+def _all_reduce_sparse(comm: Comm, tensor: Tensor, by: TensorReduction, seconds: float) -> None:
     """Add up: the ranks' elements one after the other are a sparse tensor of the sum."""
     if by.name not in ("sum", "avg"):
         raise ValueError(f"sparse tensors are reduced by SUM and AVG, not by {by.name}")
@@ -65,7 +65,7 @@ def _all_reduce_sparse(comm: Comm, tensor: Tensor, by: Reduction, seconds: float
         tensor.copy_(total / comm.size if by.name == "avg" else total)
 
 
-def reduce(comm: Comm, tensor: Tensor, by: Reduction, root: int, seconds: float) -> None:
+def reduce(comm: Comm, tensor: Tensor, by: TensorReduction, root: int, seconds: float) -> None:
     x = row(tensor)
     out = x if comm.rank == root else None
     by.run(lambda x, op, out: comm.reduce(x, op, root, out, timeout=seconds), x, out)
@@ -74,7 +74,7 @@ def reduce(comm: Comm, tensor: Tensor, by: Reduction, root: int, seconds: float)
 
 
 def reduce_scatter(
-    comm: Comm, output: Tensor, tensors: Tensors, by: Reduction, seconds: float
+    comm: Comm, output: Tensor, tensors: Tensors, by: TensorReduction, seconds: float
 ) -> None:
     x, out = torch.cat([row(tensor) for tensor in tensors]), row(output)
     counts = [tensor.numel() for tensor in tensors]
@@ -83,7 +83,7 @@ def reduce_scatter(
 
 
 def reduce_scatter_single(
-    comm: Comm, output: Tensor, tensor: Tensor, by: Reduction, seconds: float
+    comm: Comm, output: Tensor, tensor: Tensor, by: TensorReduction, seconds: float
 ) -> None:
     x, out = rows(tensor, comm.size), row(output)
     by.run(lambda x, op, out: comm.reduce_scatter(x, op, out, timeout=seconds), x, out)

@@ -17,7 +17,7 @@ from torch import distributed
 
 import pycoll
 from pycoll.torch import _collectives as collectives
-from pycoll.torch._memory import Reduction, bytes_of, row
+from pycoll.torch._memory import TensorReduction, bytes_of, row
 from pycoll.torch._queue import CallQueue
 from pycoll.torch._work import CallWork, GroupWork, MessageWork, translating
 from pycoll.torch._world import GroupSeat
@@ -116,9 +116,9 @@ class PycollGroup(distributed.ProcessGroup):
         works, self._coalesced = self._coalesced or [], None
         return self._begin(None, [], lambda *_: [work.wait() for work in works])
 
-    def _by(self, opts: Any) -> Reduction:
+    def _by(self, opts: Any) -> TensorReduction:
         op = distributed.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-        return Reduction(op, self._comm.size)
+        return TensorReduction(op, self._comm.size)
 
     # --- collectives -----------------------------------------------------------------------
 

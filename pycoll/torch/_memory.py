@@ -88,7 +88,7 @@ def bytes_of(elements: Any) -> Any:
     return elements.view(torch.uint8)
 
 
-class Reduction:
+class TensorReduction:
     """A ReduceOp, and how so many ranks reduce by it: pycoll's operator `name`, and more."""
 
     def __init__(self, op: Any, size: int) -> None:
