@@ -91,7 +91,7 @@ class PycollGroup(distributed.ProcessGroup):
         self, opts: Any, filled: Tensors, call: Callable[..., object], *args: Any
     ) -> GroupWork:
         """Run ``call(comm, *args, seconds)``, or have it run when those before it are done."""
-        run = partial(call, self._comm, *args)
+        run: Callable[[float], object] = partial(call, self._comm, *args)
         gpus = [tensor.device for tensor in filled if tensor.is_cuda]
         if gpus:  # another thread has another current stream
             run = partial(_on_stream, torch.cuda.current_stream(gpus[0]), run)

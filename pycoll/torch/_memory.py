@@ -94,7 +94,7 @@ class TensorReduction:
     def __init__(self, op: Any, size: int) -> None:
         self._size = size
         self._factor = None
-        self.name = next((name for name, other in _OPERATORS if op == other), "")
+        self.name: Any = next((name for name, other in _OPERATORS if op == other), "")
         if not self.name:
             if op != ReduceOp.PREMUL_SUM:
                 raise ValueError(f"pycoll does not know the operator {op}")
