@@ -239,7 +239,7 @@ signal.pause()
 def test_a_rank_that_is_lost_before_all_have_met_ends_the_job(job: Any) -> None:
     init = "import time\nif os.environ['PYCOLL_RANK'] == '1':\n    sys.exit(4)\n"
     init += "try:\n    pycoll.init()\nexcept pycoll.BootstrapError:\n    signal.pause()\n"
-    done = job(2, "", "--survive", init=init)
+    done = job(2, "", "--survive", "--timeout", "30", init=init)
     assert done.status == 4, done.stderr
     assert "the others go on" not in done.stderr
 
