@@ -453,9 +453,9 @@ class CoreTransport(Transport):
             poller.poll(_SHORT_MS)
 
     def end(self) -> None:
-        """End the engine: who still waits in it returns."""
+        """End the engine: who still waits in it returns. It may be called again."""
         self.core.close()
-        if self._handler is not None:
+        if self._handler is not None and not isinstance(self._handler, weakref.ProxyTypes):
             self._handler = weakref.proxy(self._handler)  # who has this
 
     def _forked(self) -> None:
