@@ -104,6 +104,7 @@ def run_again(
             if number > restarts:
                 return job, outcome._replace(report=f"{outcome.report}\nno restart is left")
             keep(job, options.attempt)
+            _set_calls_aside(options.log_dir, options.attempt)
             try:
                 planned = plan(lost | job.lost_hosts)._replace(attempt=number)
             except Error as exc:  # no host is left
@@ -164,6 +165,14 @@ def _record(log_dir: str | None, text: str) -> None:
         path = os.path.join(log_dir, "launcher.log")
         with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
             file.write(own_lines(text))
+
+
+def _set_calls_aside(log_dir: str | None, attempt: int) -> None:
+    """Keep what ranks have called last (`kept_calls`), which the next attempt may write anew."""
+    if log_dir is not None:
+        path = os.path.join(log_dir, "calls.txt")
+        with contextlib.suppress(OSError):
+            os.replace(path, path_of_attempt(path, attempt))
 
 
 def path_of_attempt(path: str, attempt: int) -> str:

@@ -117,7 +117,9 @@ def test_the_job_may_end_between_two_attempts(
     assert log[-2:] == [f"pycoll-run: {report}", f"pycoll-run: exit status {status}"]
 
 
-def test_there_is_a_trace_of_each_attempt(tmp_path: Path) -> None:
+def test_there_is_a_trace_of_each_attempt_and_what_ranks_called_last_if_it_failed(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "script.py"
     script.write_text("""
 import os, pycoll
@@ -128,8 +130,11 @@ if os.environ["PYCOLL_ATTEMPT"] == "0":
     os._exit(3)
 """)
     file = tmp_path / "trace.json"
-    done = run_words("-n", "2", "--trace", str(file), "--restarts", "1", str(script))
+    options = ("--trace", str(file), "--log-dir", str(tmp_path), "--restarts", "1")
+    done = run_words("-n", "2", *options, str(script))
     assert done.returncode == 0
+    assert "barrier" in (tmp_path / "attempt0.calls.txt").read_text()
+    assert not (tmp_path / "calls.txt").exists()
     for path, count in (tmp_path / "attempt0.trace.json", 2), (file, 3):
         events = json.loads(path.read_text())["traceEvents"]
         barriers = [e for e in events if e["ph"] == "X" and e["name"].startswith("barrier")]

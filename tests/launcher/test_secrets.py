@@ -67,7 +67,7 @@ def test_the_key_is_nowhere_to_be_seen_once_all_have_joined(run: Run, tmp_path: 
     assert len(keys) == 1
     key = keys.pop()
     files = [path.read_bytes() for path in shown.rglob("*") if path.is_file()]
-    assert len(files) == 5  # three ranks, the launcher, the trace
+    assert len(files) == 6  # three ranks, the launcher, the trace, the last calls
     raw = bytes.fromhex(key)
     for text in (*files, done.stdout.encode(), done.stderr.encode()):
         for form in (key.encode(), key[:16].encode(), raw, base64.b64encode(raw)[:16]):
