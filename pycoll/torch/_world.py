@@ -9,7 +9,6 @@ world, too. Ranks tell each other their worlds by the store of the group; rank 0
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import multiprocessing
 import os
@@ -156,7 +155,5 @@ def _note_job() -> None:
     environ = os.environ
     is_child = multiprocessing.parent_process() or "TORCHELASTIC_RUN_ID" in environ
     if "PYCOLL_JOB" in environ and not is_child:
-        secret = f"torch.distributed {environ['PYCOLL_KEY']}"  # a store may be read by anybody
-        name = hashlib.sha256(secret.encode()).hexdigest()[:16]
         rank, size = int(environ["PYCOLL_RANK"]), int(environ["PYCOLL_SIZE"])
-        _worlds.setdefault(name, SharedWorld(rank, size, None, is_job=True))
+        _worlds.setdefault(environ["PYCOLL_JOB"], SharedWorld(rank, size, None, is_job=True))
