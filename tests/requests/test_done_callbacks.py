@@ -111,6 +111,26 @@ def test_a_callback_may_wait_for_calls_whose_callbacks_wait(ranks: Any) -> None:
 
 
 @on_both
+def test_callbacks_of_many_requests_run_at_the_same_time(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        count = 10
+        meeting, met = threading.Barrier(count), SimpleQueue[int]()
+
+        def callback(request: Any) -> None:
+            meeting.wait(SOON_S)
+            met.put(request.result)
+
+        for tag in range(count):
+            comm.irecv(1 - comm.rank, tag).add_done_callback(callback)
+        comm.barrier()
+        for tag in range(count):
+            comm.send(tag, 1 - comm.rank, tag)
+        assert sorted(met.get(timeout=SOON_S) for _ in range(count)) == list(range(count))
+
+    ranks(program)
+
+
+@on_both
 def test_callbacks_of_one_request_come_in_order_and_one_by_one(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         order: list[int] = []
