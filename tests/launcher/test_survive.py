@@ -347,9 +347,7 @@ assert comm.members == tuple({0, 1, 2} - {lost})
 assert comm.all_reduce(1) == 2
 ok()
 """,
-        "--survive",
-        "--transport",
-        "tcp",
+        *("--survive", "--transport", "tcp", "--timeout", "30"),
     )
     assert done.status == 0, done.stderr
     assert done.content in ([0, 1], [1, 2]), done.stderr
