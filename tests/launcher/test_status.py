@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,10 +110,11 @@ def innermost(rank: dict[str, Any], name: str = "main thread") -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where jobs of this test have their sockets."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / "pycoll"
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where jobs of this test have their sockets, whose paths have at most 108 characters."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        yield Path(short, "pycoll")
 
 
 @pytest.fixture

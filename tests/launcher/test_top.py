@@ -10,6 +10,7 @@ import re
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,8 +55,10 @@ comm.recv(1 - comm.rank)
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # a path has at most 108 characters
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        yield
 
 
 @pytest.fixture
