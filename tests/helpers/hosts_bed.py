@@ -133,9 +133,7 @@ class Bed:
         Packets are small, as on a wire: a sender puts two at a time into the queue in front of the
         limit, and of 64 KiB each they would hold up the answers that go the same way.
 
-        TCP goes by losses (reno), whatever this machine's goes by. BBR would take the round trip
-        of an idle link for that of a busy one, where answers wait behind what is sent: then it
-        sends too little both ways at once.
+        TCP goes by losses (reno), whatever this machine's goes by: times shall not depend on that.
         """
         for host, pid in self._pids.items():
             setting = "/proc/sys/net/ipv4/tcp_congestion_control"
