@@ -190,10 +190,17 @@ def lines(kept: Kept, names: Mapping[int, str], why: str) -> Iterator[str]:
 
 
 def write(folder: str, hosts: Iterable[Kept], waits: Iterable[RankWait], why: str) -> str:
-    """Write a report of each host to calls.txt in a folder; returns why that was not possible."""
+    """Write a report of each host to calls.txt in a folder; returns why that was not possible.
+
+    Where no rank has called anything there is none.
+    """
     names = {1: "world"}
     names |= {wait.context: wait.name for wait in waits if isinstance(wait.context, int)}
     path = os.path.join(folder, "calls.txt")
+    hosts = list(hosts)
+    of_ranks = (ranks for kept in hosts for ranks in kept.values())
+    if not any(calls.number for ranks in of_ranks for calls in ranks.values()):
+        return ""
     text = "\n\n".join("\n".join(lines(kept, names, why)) for kept in hosts)
     try:
         with open(path, "w", encoding="utf-8") as file:

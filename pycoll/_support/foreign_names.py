@@ -145,8 +145,8 @@ OF_STATUSES = {
 }
 
 _TORCH = (
-    "PyTorch's with gloo, which runs unchanged under pycoll-run (pycoll is no backend of "
-    "torch.distributed yet); or by hand comm.all_reduce_many(gradients, op='avg')"
+    "PyTorch's, after torch.distributed.init_process_group('pycoll'); or by hand "
+    "comm.all_reduce_many(gradients, op='avg')"
 )
 
 _MPI_OPERATORS = "SUM PROD MIN MAX LAND LOR LXOR BAND BOR BXOR MINLOC MAXLOC"
@@ -184,7 +184,6 @@ OF_PYCOLL = {
     "DDP": _TORCH,
     "FullyShardedDataParallel": _TORCH,
     "FSDP": _TORCH,
-    "torch": _TORCH,
     "Wtime": "time.perf_counter()",
     "Get_processor_name": "socket.gethostname()",
 }

@@ -160,7 +160,10 @@ else:
     assert comm.recv(0) == "now"
     child.send("late", 0, timeout=20)
     assert comm.recv(0) == "it has ended"
-error_like(pycoll.OperationTimeout, "rank 0: all_reduce.*by its deadline", child.barrier)
+error = error_of(child.barrier)
+# what rank 0 has sent may be here before its deadline is told
+told = (pycoll.OperationTimeout, pycoll.MismatchError) if rank else pycoll.OperationTimeout
+assert isinstance(error, told) and "rank 0: all_reduce" in str(error), error
 c.barrier(timeout=20)
 ok()
 """

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,13 @@ comm.all_reduce(np.ones(100, np.float32), op="max")
 """
 
 
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # a path has at most 108 characters
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        yield
+
+
 def test_the_numbers_of_collectives_operators_and_types_are_those_of_the_core() -> None:
     assert KINDS == numbering.KINDS
     assert OPS == numbering.OPS
@@ -39,13 +48,12 @@ def test_the_numbers_of_collectives_operators_and_types_are_those_of_the_core() 
 
 
 def test_the_last_calls_of_a_rank_that_was_killed_are_written_beside_those_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, folder: None
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     program = tmp_path / "script.py"
     program.write_text(DIES)
     with started("-n", "3", "--log-dir", str(tmp_path / "logs"), str(program)) as process:
-        deadline, waiting = time.monotonic() + 20, 0
+        deadline, waiting = time.monotonic() + LIMIT_S, 0
         while waiting < 2:
             assert time.monotonic() < deadline
             with contextlib.suppress(Error):  # it has not begun

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from pycoll._support import interrupts as module
 from pycoll._support.interrupts import Interrupts
 
 
 @pytest.fixture
-def interrupts() -> Iterator[Interrupts]:
+def interrupts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupts]:
     woken.clear()
+    monkeypatch.setattr(module, "_installed", [])  # another test may have an engine here
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupts = Interrupts(lambda: woken.append(1))
     interrupts.install()

@@ -161,8 +161,8 @@ def test_what_makes_no_sense_is_a_lost_link_and_no_crash() -> None:
         world = World("shm", 2)
         for nbytes in (8, 3000, 70_000):
             world.send(0, 1, b"header", bytes(nbytes))
-        # Rank 0's ring to rank 1 lies behind the records and the page of rank 0 itself.
-        ring = 8192 + 256 * 1024
+        # Rank 0's ring to rank 1 lies behind the records, the notes of both and its own ring.
+        ring = 8192 + 2 * 128 * 1024 + 256 * 1024
         items = os.pread(world.descriptors[0], 512, ring + 64)
         broken = bytearray(items)
         # Not the word that publishes the item: without it there is none.
