@@ -20,14 +20,19 @@ def equal(xs: Any, size: int) -> list[Value] | None:
     """Return `size` arrays of one dtype and shape in host memory; None: it is something else."""
     if not isinstance(xs, list | tuple) or len(xs) != size:
         return None
-    values = [conversion.wrap(x) for x in xs]
-    first = values[0]
+    return _alike([conversion.wrap(x) for x in xs])
+
+
+def _alike(values: Sequence[Value | None]) -> list[Value] | None:
+    """Return these, if all are arrays of one dtype and shape in host memory."""
+    found: list[Value] = []
     for value in values:
-        if value is None or first is None or value.stage is not None:
+        if value is None or value.stage is not None:
             return None
-        if (value.dtype, value.array.shape) != (first.dtype, first.array.shape):
+        found.append(value)
+        if (value.dtype, value.array.shape) != (found[0].dtype, found[0].array.shape):
             return None
-    return [value for value in values if value is not None]
+    return found
 
 
 def stacked(xs: Sequence[Value]) -> Value:
@@ -47,7 +52,7 @@ def one_array(what: str, xs: Any, size: int) -> Value | None:
     values = [conversion.wrap(x) for x in xs]
     if None in values:
         return None
-    found = equal(xs, size)
+    found = _alike(values) if len(xs) == size else None
     if found is not None:
         return stacked(found)
     shown = [type_text(value) for value in values if value is not None]

@@ -60,7 +60,6 @@ OF_COMMUNICATORS = {
 }
 """Attributes of a communicator, without ``comm.``."""
 
-NOT_YET = "pycoll {version} does not have it yet"
 _NO_WINDOWS = "pycoll has no windows (one-sided access)"
 _NO_FILES = "pycoll has no parallel files"
 _NO_ERRHANDLERS = "errors are always raised, as exceptions of Python"
@@ -310,7 +309,7 @@ class Foreign:
     def __get__(self, instance: object, owner: type) -> Any:
         try:
             # With obj Python would look for names that are spelled alike, and propose one, too.
-            raise AttributeError(with_version(self._text), name=self._name, obj=None)
+            raise AttributeError(self._text, name=self._name, obj=None)
         except AttributeError as exc:
             exc.__traceback__ = None  # as `edge.hide`: the caller's line is the last one shown
             raise
@@ -378,21 +377,12 @@ def _of_mpi4py(methods: Sequence[str]) -> dict[str, str]:
     return words
 
 
-def with_version(text: str) -> str:
-    """Return what is said of a name with the version of pycoll in it."""
-    if "{version}" not in text:
-        return text
-    from importlib.metadata import version
-
-    return text.replace("{version}", version("pycollective"))
-
-
 def of_module(name: str) -> str:
     """Return what is said of ``pycoll.name``, which there is not; "": not known."""
     if name in SUBMODULES:
         return f"write import pycoll.{name}"
     if name in ABSENT_FROM_PYCOLL:
-        return with_version(ABSENT_FROM_PYCOLL[name])
+        return ABSENT_FROM_PYCOLL[name]
     if name in OF_PYCOLL:
         return f"use {OF_PYCOLL[name]}"
     if name in OF_REQUESTS and OF_REQUESTS[name].startswith("pycoll."):

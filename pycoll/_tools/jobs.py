@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pycoll._launcher import job_socket
@@ -13,6 +14,7 @@ from pycoll.errors import Error
 ANSWER_S = 10.0
 """For a job to answer; its ranks have a second of that, and three rounds of questions."""
 _ABOUT_S = 2.0
+_MOST_AT_ONCE = 64
 
 Fields = dict[str, Any]
 
@@ -67,9 +69,7 @@ def find(name: str | None) -> RunningJob:
     Raises:
         Error: there is none, or there are several.
     """
-    jobs, silent = running()
-    if name is not None:
-        jobs = [job for job in jobs if name in (str(job.about["process"]), job.name[: len(name)])]
+    jobs, silent = running(name)
     if len(jobs) == 1:
         return jobs[0]
     if jobs:
@@ -83,24 +83,39 @@ class SeveralError(Error):
     """It was not said which of several jobs."""
 
 
-def running() -> tuple[list[RunningJob], list[str]]:
+def running(name: str | None = None) -> tuple[list[RunningJob], list[str]]:
     """Return the jobs that run, the oldest first, and what is to be said of those that are silent.
 
-    What a job has left behind that was killed with all its helpers is removed.
+    All are asked at once: many may be silent, and each is waited for. What a job has left behind
+    that was killed with all its helpers is removed.
+
+    Args:
+        name: only those of that name, see `find`; None: all.
     """
-    jobs, silent = [], []
+    paths = []
     for folder in filter(job_socket.is_private, job_socket.folders()):
-        for name in os.listdir(folder):
-            path = f"{folder}/{name}"
-            try:
-                jobs.append(RunningJob(path, job_socket.ask(path, {"want": "about"}, _ABOUT_S)))
-            except ConnectionRefusedError:
-                job_socket.forget(path)
-            except TimeoutError:
-                silent.append(_silent(path))
-            except OSError:  # it is no socket, or not of this user
-                continue
+        for file in os.listdir(folder):  # see `job_socket.JobSocket`
+            process, _, job = file.partition(".")
+            if name is None or name == process or job.startswith(name):
+                paths.append(f"{folder}/{file}")
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
+        found = [each for each in threads.map(_asked, paths) if each is not None]
+    jobs = [each for each in found if isinstance(each, RunningJob)]
+    silent = [each for each in found if isinstance(each, str)]
     return sorted(jobs, key=lambda job: -job.about["seconds"]), silent
+
+
+def _asked(path: str) -> RunningJob | str | None:
+    """Ask a job what it is; what is to be said of it if it is silent; None: it is none of ours."""
+    try:
+        return RunningJob(path, job_socket.ask(path, {"want": "about"}, _ABOUT_S))
+    except ConnectionRefusedError:
+        job_socket.forget(path)
+    except TimeoutError:
+        return _silent(path)
+    except OSError:  # it is no socket, or not of this user
+        pass
+    return None
 
 
 def _silent(path: str) -> str:

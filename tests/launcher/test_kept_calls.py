@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,13 +32,6 @@ comm.all_reduce(np.ones(100, np.float32), op="max")
 """
 
 
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # a path has at most 108 characters
-        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
-        yield
-
-
 def test_the_numbers_of_collectives_operators_and_types_are_those_of_the_core() -> None:
     assert KINDS == numbering.KINDS
     assert OPS == numbering.OPS
@@ -48,7 +39,7 @@ def test_the_numbers_of_collectives_operators_and_types_are_those_of_the_core() 
 
 
 def test_the_last_calls_of_a_rank_that_was_killed_are_written_beside_those_of_the_others(
-    tmp_path: Path, folder: None
+    tmp_path: Path, sockets: Path
 ) -> None:
     program = tmp_path / "script.py"
     program.write_text(DIES)

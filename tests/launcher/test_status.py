@@ -7,9 +7,9 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,11 +110,8 @@ def innermost(rank: dict[str, Any], name: str = "main thread") -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where jobs of this test have their sockets, whose paths have at most 108 characters."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
-        yield Path(short, "pycoll")
+def folder(sockets: Path) -> Path:
+    return sockets
 
 
 @pytest.fixture
@@ -233,11 +230,11 @@ def test_nothing_is_left_of_a_job_whose_launcher_is_killed(job: Start, folder: P
     process = job(1, WAITS)
     assert process.stdout is not None
     assert process.stdout.readline() == b"0\n"
-    (socket,) = folder.iterdir()
-    assert socket.name.startswith(f"{process.pid}.")
+    (path,) = folder.iterdir()
+    assert path.name.startswith(f"{process.pid}.")
     assert folder.stat().st_mode & 0o777 == 0o700
     process.kill()
-    assert gone(socket)
+    assert gone(path)
     assert gone(folder)
 
 
@@ -268,6 +265,21 @@ def test_a_folder_that_others_may_enter_is_not_used(job: Start, folder: Path) ->
     assert process.stdout.readline() == b"0\n"
     assert list(folder.iterdir()) == []
     assert of(process.pid)["size"] == 1  # in the next folder
+
+
+def test_who_names_a_job_waits_for_no_other(job: Start, folder: Path) -> None:
+    process = job(1, WAITS)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"0\n"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(str(folder / "1.0123abcd"))
+        silent.listen()
+        silent.setblocking(False)
+        assert of(process.pid)["size"] == 1
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+        assert status().returncode == 0
+        silent.accept()[0].close()  # where none is named all are asked
 
 
 def test_native_stacks_without_py_spy_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import re
 import select
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,11 +53,7 @@ comm.recv(1 - comm.rank)
 """
 
 
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # a path has at most 108 characters
-        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
-        yield
+pytestmark = pytest.mark.usefixtures("sockets")
 
 
 @pytest.fixture

@@ -110,7 +110,6 @@ def test_another_librarys_method_names_ours(comm: Any) -> None:
         assert name not in dir(comm)
 
 
-NOT_YET = f"pycoll {pycoll.__version__} does not have it yet"
 COMM_HAS_NOT = {
     "Ishrink": "comm.agree() and comm.shrink() return when all living ranks have come",
     "Shrink": "use comm.shrink",
