@@ -1,5 +1,5 @@
 /* Times copies within one process: see benchmarks/copies. Arguments: bytes, distances. */
-#include "copy.h"
+#include "base/copy.h"
 
 #include <stdio.h>
 #include <stdlib.h>

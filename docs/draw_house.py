@@ -207,7 +207,7 @@ def way() -> str:
                 f'<path d="M165 {y - 10} V{y}" stroke="{LINE}" stroke-width="1.5" fill="none"/>'
             )
     title = "From comm.all_reduce on rank 0 to the socket, over tcp"
-    return svg(520, 2 * GAP + len(steps) * 34, drawn, title)
+    return svg(580, 2 * GAP + len(steps) * 34, drawn, title)
 
 
 def svg(width: float, height: float, drawn: list[str], title: str) -> str:

@@ -6,12 +6,12 @@ all ranks of the host. They make it larger and lay it out; the launcher knows of
     offset 64               the failure epoch, a uint32: it grows when a rank has failed
     offset 128              the lock of the table of communicators, a uint32: 0, or 1 + the local
                             rank that has it
-    4096 + 1024 * r + 128   what local rank r has done: transports/_core/engine/tally.h
+    4096 + 1024 * r + 128   what local rank r has done: transports/_core/host/tally.h
     4096 + 1024 * r + 508   a uint32, odd while local rank r writes its line
     4096 + 1024 * r + 512   the line, UTF-8 that ends with a zero byte: the call in shared memory
                             that r waits in, ", since " and a time of CLOCK_MONOTONIC in
                             seconds; or empty
-    behind all records      for each local rank what it has called last: engine/noted.h, there
+    behind all records      for each local rank what it has called last: host/noted.h, there
 """
 
 from __future__ import annotations

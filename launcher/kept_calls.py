@@ -22,10 +22,10 @@ KINDS = (
     *("barrier", "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter"),
     *("reduce_scatter", "all_to_all", "scan", "exscan"),
 )
-"""Collectives, numbered as in transports/_core/kinds.h."""
+"""Collectives, numbered as in transports/_core/python/arguments/kinds.h."""
 
 OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor")
-"""Operators, numbered as in transports/_core/reduce.h."""
+"""Operators, numbered as in transports/_core/reduce/reduce.h."""
 
 DTYPES = (
     *("", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

@@ -4,7 +4,7 @@ All of them map one memory file, which the launcher has made. For each ordered p
 holds a ring of small messages, and for each rank a heap for payloads that do not fit into rings.
 Large payloads are copied once, from the sender's memory to the receiver's, where the kernel lets
 one process read another's (process_vm_readv); both sides copy, in pieces. Where it does not, they
-go through the heap in fragments. All this is in the compiled core, `_core/channel.h`; here the
+go through the heap in fragments. All this is in the compiled core, `_core/channel/channel.h`; here the
 memory is found.
 
 A rank that is about to sleep says so in the memory; who has something for it then rings its
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pycoll._transports._core import MappedHost
 
-_PAGE, _RECORD_NBYTES, _NOTES_NBYTES = 4096, 1024, 128 << 10  # of _core/host.h
+_PAGE, _RECORD_NBYTES, _NOTES_NBYTES = 4096, 1024, 128 << 10  # of _core/host/host.h
 _TALLY_OFFSET = 128  # in a record
 
 

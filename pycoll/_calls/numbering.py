@@ -15,7 +15,7 @@ KINDS = (
     "scan",
     "exscan",
 )
-"""Collectives, numbered as in transports/_core/kinds.h."""
+"""Collectives, numbered as in transports/_core/python/arguments/kinds.h."""
 
 METHODS = (*KINDS, "reduce_scatterv")
 """What has methods in the core, numbered likewise."""
@@ -24,8 +24,8 @@ UNEVEN = ("gatherv", "all_gatherv", "scatterv", "all_to_allv")
 """Collectives of blocks that differ in shape, numbered likewise."""
 
 OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor")
-"""Operators, numbered as in transports/_core/reduce.h."""
+"""Operators, numbered as in transports/_core/reduce/reduce.h."""
 
-# "uneven" also in _core/reduce_scatterv.c
+# "uneven" also in _core/python/exchange/reduce_scatterv.c
 PARTS = ("", "uneven", "many", "group", "operator", "ints")
 """What a call in the core may be a part of: nothing, or a program's call that needs several."""

@@ -56,7 +56,7 @@ NONBLOCKING = tuple(f"i{name}" for name in KINDS)
 """Collectives that run there, and so do those of `KINDS`."""
 
 MOST_DIMS = 6
-"""As of _core/collective.h."""
+"""As of _core/python/collectives/collective.h."""
 
 MOST_HEAD_NBYTES = 4096
 """Of an announcement, without a value or lengths."""

@@ -46,7 +46,7 @@ else:
     )
 
 SEND, SSEND, RECV, PROBE = range(4)
-"""Kinds of requests, numbered as in _core/request.h."""
+"""Kinds of requests, numbered as in _core/python/requests/request.h."""
 
 NAMES = (
     *("send", "ssend", "recv", "isend", "issend", "irecv"),

@@ -1,4 +1,4 @@
-/* A transfer and its ends, as a model: transports/_core/transfer.h, with the sleeping of host.h.
+/* A transfer and its ends, as a model: transports/_core/host/transfer.h, with the sleeping of host.h.
 
        spin -a channel.pml && gcc -O2 -DSAFETY -o pan pan.c && ./pan -m1000000
 

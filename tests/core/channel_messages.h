@@ -5,9 +5,9 @@
 
 #include "channel_hooks.h"
 
-#include "channel.h"
+#include "channel/channel.h"
 #include "random_worlds.h"
-#include "region.h"
+#include "host/region.h"
 
 #include <errno.h>
 #include <stdio.h>

@@ -6,9 +6,9 @@
    transfers that both copy. Either side gives up at random. The receiver checks every byte, sleeps
    when nothing is there, and writes to its memory whenever the protocol says that nobody else does;
    so does the sender with its own. */
-#include "heap.h"
-#include "ring.h"
-#include "transfer.h"
+#include "host/heap.h"
+#include "channel/ring.h"
+#include "host/transfer.h"
 
 #include <poll.h>
 #include <pthread.h>

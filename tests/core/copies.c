@@ -2,7 +2,7 @@
    touched. Built with copy.c, whose calls of memmove and of the kernel come here. Its arguments
    name those of both that are slow at some distances ("memmove", "kernel"): copy.c must find that
    out, and leave no copy to them there; and it must leave to what is not slow all there is. */
-#include "copy.h"
+#include "base/copy.h"
 
 #include <errno.h>
 #include <stdio.h>

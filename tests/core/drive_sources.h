@@ -5,7 +5,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#include "drive.h"
+#include "engine/drive.h"
 
 #include <errno.h>
 #include <poll.h>

@@ -5,7 +5,7 @@
 #define PYCOLL_NATIVE_HOOKS_THEMSELVES
 #include "native_hooks.h"
 
-#include "comm.h"
+#include "python/exchange/comm.h"
 
 #define MAX_RANKS 5
 

@@ -2,7 +2,7 @@
    kept than may be. Memory with a keeper stays until he frees it, and he is told once that he may;
    what is spent is not used again. Prints how often memory was used again, was with its keeper, and
    was left to him, and how often what was given back found it full. */
-#include "scratch.h"
+#include "engine/scratch.h"
 
 #include <stdio.h>
 #include <stdlib.h>

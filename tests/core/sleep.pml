@@ -1,4 +1,4 @@
-/* The sleep handshake (transports/_core/wait.c, host.h): no wake-up is lost.
+/* The sleep handshake (transports/_core/host/wait.c, host.h): no wake-up is lost.
 
    PUBLISHERS ranks set a flag each, in several rounds; one rank waits for the first flag, then for the next,
    and sleeps on its doorbell, an eventfd, which counts rings. Here nothing wakes it but the doorbell, so a lost

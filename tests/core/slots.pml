@@ -1,4 +1,4 @@
-/* Slots (transports/_core/comm.h, exchange.c): nobody writes a slot that somebody may still read, and nobody
+/* Slots (transports/_core/python/exchange/comm.h, exchange.c): nobody writes a slot that somebody may still read, and nobody
    waits for ever.
 
    RANKS ranks make CALLS calls of any kinds, the same on all ranks: the first to come to a call chooses its kind. As

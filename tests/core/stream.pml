@@ -1,4 +1,4 @@
-/* Streaming (transports/_core/exchange.c, all_reduce.c): nobody writes a big slot whose chunk somebody still
+/* Streaming (transports/_core/python/exchange/exchange.c, all_reduce.c): nobody writes a big slot whose chunk somebody still
    needs, and nobody waits for ever.
 
    RANKS ranks make CALLS calls of any kinds and of 1 to MOST_CHUNKS chunks, through BIG_SLOTS big slots a rank.

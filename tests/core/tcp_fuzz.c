@@ -1,4 +1,4 @@
-/* Feeds bytes of a stranger's choice to a link over TCP (transports/_core/tcp_read.c), and looks
+/* Feeds bytes of a stranger's choice to a link over TCP (transports/_core/tcp/tcp_read.c), and looks
    for new inputs by coverage.
 
        tcp_fuzz INPUT...                     run each input once
@@ -16,7 +16,7 @@
    status is 3, or AddressSanitizer's. */
 #include "tcp_hooks.h"
 
-#include "tcp.h"
+#include "tcp/tcp.h"
 
 #include <dirent.h>
 #include <stdio.h>

@@ -6,7 +6,7 @@
 #include "tcp_hooks.h"
 
 #include "random_worlds.h"
-#include "tcp.h"
+#include "tcp/tcp.h"
 
 #include <errno.h>
 #include <poll.h>

@@ -1,4 +1,4 @@
-/* Random calls of ranks that are joined by links over TCP (transports/_core/tcp.h): all in one
+/* Random calls of ranks that are joined by links over TCP (transports/_core/tcp/tcp.h): all in one
    thread, so that a seed always does the same.
 
    A world has a few ranks, and connections that are attached in any order, some after messages wait

@@ -107,8 +107,8 @@ def test_copies_are_left_to_what_is_quick_at_their_distance(slow: str, tmp_path:
     common += [f"-I{CORE}", "-c"]
     hooks = [f"-D{name}={ours}" for name, ours in renamed.items()]
     for command in (
-        [*common, *hooks, CORE / "copy.c"],
-        [*common, CORE / "processor.c", tests / "copies.c"],
+        [*common, *hooks, CORE / "base/copy.c"],
+        [*common, CORE / "base/processor.c", tests / "copies.c"],
         ["gcc", "copy.o", "processor.o", "copies.o", "-o", "copies"],
     ):
         made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

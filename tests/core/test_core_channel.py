@@ -14,19 +14,19 @@ from tiers import exhaustive
 
 # All that channels need: plain C, and no stub of Python.h.
 SOURCES = (
-    "host.c",
-    "region.c",
-    "arena.c",
-    "channel.c",
-    "channel_life.c",
-    "channel_ready.c",
-    "channel_redirect.c",
-    "progress.c",
-    "copy.c",
-    "processor.c",
-    "engine/chains.c",
-    "table.c",
-    "wait.c",
+    "host/host.c",
+    "host/region.c",
+    "host/arena.c",
+    "channel/channel.c",
+    "channel/channel_life.c",
+    "channel/channel_ready.c",
+    "channel/channel_redirect.c",
+    "channel/progress.c",
+    "base/copy.c",
+    "base/processor.c",
+    "base/chains.c",
+    "base/table.c",
+    "host/wait.c",
 )
 
 pytestmark = needs_gcc

@@ -28,15 +28,15 @@ from core_programs import (
 )
 from tiers import exhaustive
 
-SOURCES = ("lock.c", "drive.c", "background.c")
+SOURCES = ("engine/lock.c", "engine/drive.c", "engine/background.c")
 
 pytestmark = needs_gcc
 
 
-def build(tmp_path: Path, engine: Path, flags: tuple[str, ...]) -> Path:
-    """Build the program with the sources in `engine`, which may be a copy with a fault."""
-    command: list[str | Path] = [*COMPILER, *flags, "-DPC_DRIVE_CHECKED", "-I", engine, "-pthread"]
-    sources = [TESTS / "drive_random.c", *(engine / name for name in SOURCES)]
+def build(tmp_path: Path, core: Path, flags: tuple[str, ...]) -> Path:
+    """Build the program with the sources in `core`, which may be a copy with a fault."""
+    command: list[str | Path] = [*COMPILER, *flags, "-DPC_DRIVE_CHECKED", "-I", core, "-pthread"]
+    sources = [TESTS / "drive_random.c", *(core / name for name in SOURCES)]
     program = tmp_path / "drive_random"
     made = call([*command, *sources, "-o", program], tmp_path)
     assert made.returncode == 0, made.stdout
@@ -56,7 +56,7 @@ def test_random_threads_wait_for_their_ops_and_none_sleeps_on(
     tmp_path: Path, flags: tuple[str, ...], worlds: int
 ) -> None:
     prefix = prefix_of(flags)
-    program = build(tmp_path, CORE / "engine", flags)
+    program = build(tmp_path, CORE, flags)
     counts = counted([*prefix, program, str(worlds), "1"], tmp_path)
     assert counts["overslept"] == 0
     assert counts["done"] + counts["cancelled"] >= 50 * worlds
@@ -72,7 +72,7 @@ def test_random_threads_wait_for_their_ops_and_none_sleeps_on(
 def program(tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
     """The program with AddressSanitizer, and what to put before it."""
     folder = tmp_path_factory.mktemp("drive")
-    return [*prefix_of(ADDRESS), build(folder, CORE / "engine", ADDRESS)]
+    return [*prefix_of(ADDRESS), build(folder, CORE, ADDRESS)]
 
 
 def test_work_for_the_caller_ends_its_wait_for_the_moment(
@@ -96,10 +96,10 @@ FAULTS = faults_for("tests/core/test_core_drive.py::test_random_threads")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault["what"])
 def test_a_fault_planted_in_the_waiting_is_found(tmp_path: Path, fault: dict[str, str]) -> None:
     prefix = prefix_of(THREAD)
-    engine = tmp_path / "engine"
-    shutil.copytree(CORE / "engine", engine)
-    plant(fault, engine)
-    program = build(tmp_path, engine, THREAD)
+    core = tmp_path / "core"
+    shutil.copytree(CORE, core)
+    plant(fault, core)
+    program = build(tmp_path, core, THREAD)
     for seed in ("1", "1001", "2001"):  # the calls are the same each time, what meets is not
         run = call([*prefix, program, "100", seed], tmp_path)
         if run.returncode != 0:

@@ -23,7 +23,7 @@ from core_programs import (
 )
 from tiers import exhaustive
 
-NAMES = (*ENGINE, "link_self")
+SOURCES = (*ENGINE, "engine/link_self.c")
 KINDS = 21
 """Things that the random calls count."""
 
@@ -32,7 +32,7 @@ pytestmark = needs_gcc
 
 def build(tmp_path: Path, program: str, flags: tuple[str, ...]) -> Path:
     """Build a program with the sources of the engine."""
-    sources = [TESTS / f"{program}.c", *(CORE / "engine" / f"{name}.c" for name in NAMES)]
+    sources = [TESTS / f"{program}.c", *(CORE / name for name in SOURCES)]
     folders: list[str | Path] = ["-I", TESTS, "-I", CORE, "-include", TESTS / "engine_hooks.h"]
     made = call([*COMPILER, *flags, *folders, *sources, "-o", program], tmp_path)
     assert made.returncode == 0, made.stdout

@@ -23,11 +23,24 @@ from core_programs import (
 )
 from tiers import exhaustive
 
-CHANNEL = [
-    *("channel", "channel_life", "channel_ready", "channel_redirect", "progress"),
-    *("host", "region", "arena", "copy", "processor", "table", "wait"),
-]
-NAMES = (*ENGINE, "link_self", "link_shm", "link_shm_asked")
+SOURCES = (
+    *ENGINE,
+    "engine/link_self.c",
+    "engine/link_shm.c",
+    "engine/link_shm_asked.c",
+    "host/host.c",
+    "host/region.c",
+    "host/arena.c",
+    "channel/channel.c",
+    "channel/channel_life.c",
+    "channel/channel_ready.c",
+    "channel/channel_redirect.c",
+    "channel/progress.c",
+    "base/copy.c",
+    "base/processor.c",
+    "base/table.c",
+    "host/wait.c",
+)
 KINDS = 19
 """Things that the random calls count."""
 
@@ -39,8 +52,7 @@ def build(tmp_path: Path, flags: tuple[str, ...]) -> Path:
     program = tmp_path / "link_shm_random"
     command: list[str | Path] = [*COMPILER, *flags, "-DPC_MOST_UNOPENED=5", "-DPC_NO_FREE_LIST"]
     command += ["-I", TESTS, "-I", CORE, "-include", TESTS / "channel_hooks.h"]
-    command += [TESTS / "link_shm_random.c", *(CORE / f"{name}.c" for name in CHANNEL)]
-    command += [CORE / "engine" / f"{name}.c" for name in NAMES]
+    command += [TESTS / "link_shm_random.c", *(CORE / name for name in SOURCES)]
     made = call([*command, "-o", program, "-pthread"], tmp_path)
     assert made.returncode == 0, made.stdout
     return program

@@ -23,8 +23,15 @@ from core_programs import (
 )
 from tiers import exhaustive
 
-NAMES = (*ENGINE, "link_tcp", "link_tcp_asked")
-TCP = ("tcp", "tcp_read", "tcp_write", "table")
+SOURCES = (
+    *ENGINE,
+    "engine/link_tcp.c",
+    "engine/link_tcp_asked.c",
+    "tcp/tcp.c",
+    "tcp/tcp_read.c",
+    "tcp/tcp_write.c",
+    "base/table.c",
+)
 KINDS = 16
 """Things that the random calls count."""
 
@@ -43,11 +50,7 @@ def test_random_messages_between_engines_come_whole_and_once(
     tmp_path: Path, flags: tuple[str, ...], worlds: int
 ) -> None:
     prefix = prefix_of(flags)
-    sources = [
-        TESTS / "link_tcp_random.c",
-        *(CORE / "engine" / f"{name}.c" for name in NAMES),
-        *(CORE / f"{name}.c" for name in TCP),
-    ]
+    sources = [TESTS / "link_tcp_random.c", *(CORE / name for name in SOURCES)]
     small = ["-DPC_MOST_UNOPENED=10", "-DPC_NO_FREE_LIST", "-include", TESTS / "tcp_hooks.h"]
     folders = ["-I", TESTS, "-I", CORE]
     made = call([*COMPILER, *flags, *small, *folders, *sources, "-o", "random"], tmp_path)

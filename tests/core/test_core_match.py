@@ -12,7 +12,7 @@ import pytest
 from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, needs_gcc, prefix_of
 from tiers import exhaustive
 
-SOURCES = ("engine/match.c", "engine/address.c", "engine/chains.c")
+SOURCES = ("engine/match.c", "engine/address.c", "base/chains.c")
 KINDS = 9
 """Things that the random operations count."""
 

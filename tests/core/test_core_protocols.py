@@ -29,15 +29,15 @@ from tiers import exhaustive
 
 # The files whose protocols these are.
 SOURCES = (
-    "host.c",
-    "wait.c",
-    "exchange.c",
-    "all_reduce.c",
-    "copy.c",
-    "direct.c",
-    "together.c",
-    "choice.c",
-    "processor.c",
+    "host/host.c",
+    "host/wait.c",
+    "python/exchange/exchange.c",
+    "python/exchange/all_reduce.c",
+    "base/copy.c",
+    "python/exchange/direct.c",
+    "python/exchange/together.c",
+    "python/exchange/choice.c",
+    "base/processor.c",
 )
 PROGRAM = ("native_tsan.c", "native_sleep.c", "native_python.c")
 
@@ -53,7 +53,7 @@ def build(tmp_path: Path, core: Path, flags: tuple[str, ...]) -> Path:
     assert made.returncode == 0, made.stdout
     # Of host.c only what waits is used: what lays the memory out asks files that are not here.
     linking = ["-no-pie", "-pthread", "-Wl,--wrap=pc_wait_long", "-Wl,--gc-sections"]
-    objects = [Path(name).with_suffix(".o") for name in SOURCES]
+    objects = [Path(name).with_suffix(".o").name for name in SOURCES]
     program = tmp_path / "native"
     sources = [TESTS / name for name in PROGRAM]
     made = call([*common, *sources, *objects, "-o", program, *linking], tmp_path)

@@ -32,7 +32,7 @@ from pycoll.schedules.program import Program
 from pycoll.schedules.proof import Execution
 from pycoll.schedules.symbols import Expressions
 
-NAMES = (*ENGINE, "run", "run_owner", "link_self")
+SOURCES = (*ENGINE, "engine/run.c", "engine/run_owner.c", "engine/link_self.c")
 KINDS = 36
 """Things that the random calls count."""
 
@@ -158,7 +158,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(tmp_path: Path, flags: tuple[str, ...]) -> Path:
     """Build the program with the sources of the engine."""
-    sources = [TESTS / "run_random.c", *(CORE / "engine" / f"{name}.c" for name in NAMES)]
+    sources = [TESTS / "run_random.c", *(CORE / name for name in SOURCES)]
     folders: list[str | Path] = ["-I", TESTS, "-I", CORE, "-include", TESTS / "engine_hooks.h"]
     made = call([*COMPILER, *flags, *folders, *sources, "-o", "run_random"], tmp_path)
     assert made.returncode == 0, made.stdout

@@ -17,7 +17,7 @@ def test_memory_is_used_again_by_one_at_a_time_and_no_more_is_kept_than_may_be(
     tmp_path: Path,
 ) -> None:
     sources = TESTS / "scratch_random.c", CORE / "engine/scratch.c"
-    words = [*COMPILER, *ADDRESS, *LIMITS, "-I", CORE / "engine", *sources, "-o", "scratch_random"]
+    words = [*COMPILER, *ADDRESS, *LIMITS, "-I", CORE, *sources, "-o", "scratch_random"]
     made = call(words, tmp_path)
     assert made.returncode == 0, made.stdout
     program = [*prefix_of(ADDRESS), tmp_path / "scratch_random", str(ROUNDS)]

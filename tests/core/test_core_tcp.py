@@ -28,7 +28,7 @@ from core_programs import (
 )
 from tiers import exhaustive
 
-SOURCES = ("tcp.c", "tcp_read.c", "tcp_write.c", "table.c")
+SOURCES = ("tcp/tcp.c", "tcp/tcp_read.c", "tcp/tcp_write.c", "base/table.c")
 CORPUS = sorted((TESTS / "corpus").iterdir())
 
 pytestmark = needs_gcc
@@ -40,7 +40,7 @@ def build(tmp_path: Path, program: str, core: Path, flags: tuple[str, ...], *of_
     hooks: list[str | Path] = ["-include", TESTS / "tcp_hooks.h", *of_core]
     made = call([*common, *hooks, "-c", *(core / name for name in SOURCES)], tmp_path)
     assert made.returncode == 0, made.stdout
-    objects = [Path(name).with_suffix(".o") for name in SOURCES]
+    objects = [Path(name).with_suffix(".o").name for name in SOURCES]
     # Without PIE the places in the code, by which coverage is counted, are the same each time.
     linking = ["-no-pie", "-o", program]
     made = call([*common, TESTS / f"{program}.c", *objects, *linking], tmp_path)

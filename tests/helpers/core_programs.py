@@ -19,15 +19,15 @@ CORE = TESTS.parents[1] / "transports" / "_core"
 LISTED = tomllib.loads((TESTS.parent / "planted_faults.toml").read_text(encoding="utf-8"))
 
 ENGINE = (
-    "engine",
-    "message",
-    "context",
-    "forget",
-    "calls",
-    "address",
-    "match",
-    "chains",
-    "scratch",
+    "engine/engine.c",
+    "engine/message.c",
+    "engine/context.c",
+    "engine/forget.c",
+    "engine/calls.c",
+    "engine/address.c",
+    "engine/match.c",
+    "engine/scratch.c",
+    "base/chains.c",
 )
 """The message engine's sources, without links and runs."""
 
@@ -72,8 +72,8 @@ def faults_for(test: str) -> list[dict[str, str]]:
 
 
 def plant(fault: dict[str, str], folder: Path) -> None:
-    """Plant a fault in a copy of the file's folder."""
-    file = folder / Path(fault["file"]).name
+    """Plant a fault in a copy of the core's folder."""
+    file = folder / fault["file"].partition("/_core/")[2]
     text = file.read_text()
     assert text.count(fault["right"]) == 1, f"{file.name} has changed: plant the fault elsewhere"
     file.write_text(text.replace(fault["right"], fault["wrong"]))

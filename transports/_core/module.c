@@ -1,9 +1,9 @@
 /* The compiled core of pycoll: what Python cannot do. See README.md in this folder. */
-#include "array_memory.h"
-#include "comm.h"
-#include "engine_type.h"
-#include "host_type.h"
-#include "memory.h"
+#include "python/host/array_memory.h"
+#include "python/exchange/comm.h"
+#include "python/engine/engine_type.h"
+#include "python/host/host_type.h"
+#include "python/arguments/memory.h"
 
 extern PyType_Spec pc_guard_spec;
 void pc_guard_init(void);

@@ -14,7 +14,7 @@
 #ifndef PC_ADDRESS_H
 #define PC_ADDRESS_H
 
-#include "chains.h"
+#include "base/chains.h"
 
 #include <stdbool.h>
 

@@ -13,7 +13,7 @@
 #define PC_DRIVE_H
 
 #include "op.h"
-#include "tally.h"
+#include "host/tally.h"
 
 #include <pthread.h>
 

@@ -16,9 +16,9 @@
 #include "address.h"
 #include "link.h"
 #include "match.h"
-#include "noted.h"
+#include "host/noted.h"
 #include "scratch.h"
-#include "tally.h"
+#include "host/tally.h"
 
 /* A status is 0, a negative errno of a link, one of these, or what the caller has given to
    `pc_context_break` or `pc_engine_forget`, which is positive. */

@@ -12,7 +12,7 @@
 #ifndef PC_LINK_QUEUE_H
 #define PC_LINK_QUEUE_H
 
-#include "chains.h"
+#include "base/chains.h"
 #include "link.h"
 
 struct pc_link_entry;

@@ -6,7 +6,7 @@
 #include "drive.h"
 #include "engine.h"
 
-#include "../channel.h"
+#include "channel/channel.h"
 
 struct pc_shm_message;
 

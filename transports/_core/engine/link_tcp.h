@@ -1,4 +1,4 @@
-/* The link over sockets: what transports/_core/tcp.h moves, told to the engine.
+/* The link over sockets: what transports/_core/tcp/tcp.h moves, told to the engine.
 
    The up-calls of tcp come in the middle of its reading and writing, where it may not be called
    again: so nothing is told then. What has happened stands in a queue until tcp has come back. A
@@ -7,8 +7,8 @@
 #ifndef PC_LINK_TCP_H
 #define PC_LINK_TCP_H
 
-#include "../tcp.h"
-#include "chains.h"
+#include "tcp/tcp.h"
+#include "base/chains.h"
 #include "drive.h"
 #include "link.h"
 

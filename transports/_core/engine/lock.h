@@ -9,7 +9,7 @@
 #ifndef PC_LOCK_H
 #define PC_LOCK_H
 
-#include "../core.h"
+#include "base/core.h"
 
 typedef _Atomic uint32_t pc_word;
 

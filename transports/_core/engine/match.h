@@ -18,7 +18,7 @@
 #ifndef PC_MATCH_H
 #define PC_MATCH_H
 
-#include "chains.h"
+#include "base/chains.h"
 
 #include <stdbool.h>
 

@@ -1,0 +1,195 @@
+#include "arrays.h"
+
+#include "reduce/reduce.h"
+
+#define C_CONTIGUOUS 0x0001
+#define ALIGNED 0x0100
+#define WRITEABLE 0x0400
+
+struct array_fields { /* the beginning of NumPy's PyArrayObject */
+    PyObject_HEAD
+    char *data;
+    int ndim;
+    intptr_t *dims;
+    intptr_t *strides;
+    PyObject *base;
+    PyObject *dtype;
+    int flags;
+};
+
+static PyTypeObject *ndarray; /* NULL: not in use */
+static PyObject *empty;       /* numpy.empty */
+
+/* NumPy's dtypes are single objects, so an address tells the type. A copy of one is a dtype that we
+   do not know, and its arrays go the long way. */
+#define MAX_DTYPES 32
+static struct {
+    PyObject *dtype;
+    int code;
+    size_t itemsize;
+} dtypes[MAX_DTYPES];
+static _Atomic int num_dtypes; /* without the interpreter's lock, too: what stands before stays */
+static int last_dtype;
+
+int pc_array_view(PyObject *x, struct pc_array *view) {
+    if (Py_TYPE(x) != ndarray || ndarray == NULL)
+        return 0;
+    const struct array_fields *array = (const struct array_fields *)x;
+    if ((array->flags & (C_CONTIGUOUS | ALIGNED)) != (C_CONTIGUOUS | ALIGNED))
+        return 0;
+    int index = last_dtype;
+    if (dtypes[index].dtype != array->dtype) {
+        for (index = 0; index < num_dtypes && dtypes[index].dtype != array->dtype; index++)
+            ;
+        if (index == num_dtypes)
+            return 0;
+        last_dtype = index;
+    }
+    size_t count = 1;
+    for (int axis = 0; axis < array->ndim; axis++)
+        count *= (size_t)array->dims[axis];
+    view->data = array->data;
+    view->dims = array->dims;
+    view->ndim = array->ndim;
+    view->count = count;
+    view->nbytes = count * dtypes[index].itemsize;
+    view->dtype = dtypes[index].code;
+    view->writeable = (array->flags & WRITEABLE) != 0;
+    return 1;
+}
+
+PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extra) {
+    int skipped = extra < 0, added = extra > 0;
+    PyObject *shape = PyTuple_New(like->ndim - skipped + added);
+    if (shape == NULL)
+        return NULL;
+    if (added)
+        PyTuple_SetItem(shape, 0, PyLong_FromSsize_t(extra));
+    for (int axis = skipped; axis < like->ndim; axis++)
+        PyTuple_SetItem(shape, axis - skipped + added, PyLong_FromSsize_t(like->dims[axis]));
+    PyObject *made =
+        PyObject_CallFunctionObjArgs(empty, shape, ((struct array_fields *)x)->dtype, NULL);
+    Py_DECREF(shape);
+    return made;
+}
+
+size_t pc_array_itemsize(int dtype) {
+    for (int index = 0; ndarray != NULL && index < num_dtypes; index++)
+        if (dtypes[index].code == dtype)
+            return dtypes[index].itemsize;
+    return 0;
+}
+
+PyObject *pc_array_empty(int dtype, int ndim, const intptr_t *dims) {
+    int index = 0;
+    while (index < num_dtypes && dtypes[index].code != dtype)
+        index++;
+    if (index == num_dtypes || ndarray == NULL)
+        return NULL;
+    PyObject *shape = PyTuple_New(ndim);
+    for (int axis = 0; shape != NULL && axis < ndim; axis++)
+        PyTuple_SetItem(shape, axis, PyLong_FromSsize_t(dims[axis]));
+    if (shape == NULL)
+        return NULL;
+    PyObject *made = PyObject_CallFunctionObjArgs(empty, shape, dtypes[index].dtype, NULL);
+    Py_DECREF(shape);
+    return made;
+}
+
+/* Raise pycoll.Error. */
+static void set_error(const char *text) {
+    PyObject *errors = PyImport_ImportModule("pycoll.errors");
+    PyObject *type = errors != NULL ? PyObject_GetAttrString(errors, "Error") : NULL;
+    if (type != NULL)
+        PyErr_SetString(type, text);
+    Py_XDECREF(type);
+    Py_XDECREF(errors);
+}
+
+PyObject *pc_call_slow(PyObject *slow, PyObject *const *args, Py_ssize_t count,
+                       PyObject *keywords) {
+    if (slow == NULL) {
+        set_error("this communicator is closed");
+        return NULL;
+    }
+    PyObject *positionals = PyTuple_New(count), *named = NULL, *result = NULL;
+    if (positionals == NULL)
+        return NULL;
+    for (Py_ssize_t index = 0; index < count; index++)
+        PyTuple_SetItem(positionals, index, Py_NewRef(args[index]));
+    if (keywords != NULL) {
+        named = PyDict_New();
+        for (Py_ssize_t index = 0; named != NULL && index < PyTuple_Size(keywords); index++)
+            if (PyDict_SetItem(named, PyTuple_GetItem(keywords, index), args[count + index]) < 0)
+                Py_CLEAR(named);
+        if (named == NULL)
+            goto done;
+    }
+    Py_INCREF(slow);
+    result = PyObject_Call(slow, positionals, named);
+    Py_DECREF(slow);
+done:
+    Py_DECREF(positionals);
+    Py_XDECREF(named);
+    return result;
+}
+
+PyObject *pc_call_method(PyObject *methods, const char *name, PyObject *const *args,
+                         Py_ssize_t count, PyObject *keywords) {
+    /* What a signal handler raises shall show the caller's line, and not the first line there. */
+    if (PyErr_CheckSignals() < 0)
+        return NULL;
+    PyObject *method = methods != NULL ? PyObject_CallFunction(methods, "s", name) : NULL;
+    if (methods != NULL && method == NULL)
+        return NULL;
+    PyObject *result = pc_call_slow(method, args, count, keywords);
+    Py_XDECREF(method);
+    return result;
+}
+
+/* add_dtype(dtype, code): arrays of this dtype object hold elements of that type. */
+PyObject *pc_add_dtype(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *dtype;
+    int code;
+    if (!PyArg_ParseTuple(args, "Oi", &dtype, &code))
+        return NULL;
+    for (int index = 0; index < num_dtypes; index++)
+        if (dtypes[index].dtype == dtype)
+            Py_RETURN_NONE;
+    if (num_dtypes < MAX_DTYPES && pc_itemsize(code) != 0) {
+        dtypes[num_dtypes].dtype = Py_NewRef(dtype);
+        dtypes[num_dtypes].code = code;
+        dtypes[num_dtypes].itemsize = pc_itemsize(code);
+        num_dtypes++;
+    }
+    Py_RETURN_NONE;
+}
+
+/* use_numpy(numpy.empty, sample, address, read_only) -> bool: whether arrays can be looked at.
+   `sample` is a C-contiguous, writeable array of shape (2, 3) at `address`, `read_only` the same as
+   a read-only view with its axes swapped. */
+PyObject *pc_use_numpy(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *function, *sample, *swapped;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(args, "OOKO", &function, &sample, &address, &swapped))
+        return NULL;
+    const struct array_fields *one = (const struct array_fields *)sample;
+    const struct array_fields *two = (const struct array_fields *)swapped;
+    PyObject *dtype = PyObject_GetAttrString(sample, "dtype");
+    bool known = dtype != NULL && (uintptr_t)one->data == address && one->ndim == 2 &&
+                 one->dims[0] == 2 && one->dims[1] == 3 && one->dtype == dtype &&
+                 two->data == one->data && two->ndim == 2 && two->dims[0] == 3 &&
+                 two->dims[1] == 2 &&
+                 (one->flags & (C_CONTIGUOUS | ALIGNED | WRITEABLE)) ==
+                     (C_CONTIGUOUS | ALIGNED | WRITEABLE) &&
+                 (two->flags & (C_CONTIGUOUS | ALIGNED | WRITEABLE)) == ALIGNED;
+    Py_XDECREF(dtype);
+    PyErr_Clear();
+    if (known && ndarray == NULL) {
+        empty = Py_NewRef(function);
+        ndarray = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(sample));
+    }
+    return PyBool_FromLong(known);
+}

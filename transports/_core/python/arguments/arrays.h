@@ -1,0 +1,55 @@
+/* Looking at a NumPy array without calling anything: its fields are where they have been since
+   NumPy 1.7, which `use_numpy` checks against NumPy's own words before the first look. What other
+   libraries have in host memory, memory.h describes in the same words. */
+#ifndef PC_ARRAYS_H
+#define PC_ARRAYS_H
+
+#include "python/base/py.h"
+
+#include "base/core.h"
+
+struct pc_library; /* of memory.h */
+
+struct pc_array {
+    void *data;
+    const intptr_t *dims;
+    size_t count, nbytes;
+    int dtype; /* code of pycoll/_dtypes.py, 1 to 15 */
+    int ndim;
+    bool writeable;
+    /* Of memory.h alone: */
+    char format;                      /* of a buffer, struct's letter; 0: it needs none */
+    const struct pc_library *library; /* NULL: NumPy's */
+    Py_buffer held;                   /* has an object: that must not give up its memory yet */
+    union pc_number {
+        double number, parts[2];
+        bool truth;
+    } number; /* the memory of a Python number */
+};
+
+/* 1: x is a C-contiguous, aligned numpy.ndarray (no subclass) of a dtype that reduces; else 0, no
+   exception. */
+int pc_array_view(PyObject *x, struct pc_array *view);
+/* A new uninitialized array, or NULL with an exception: like x, with `extra` in front of its shape
+   (0: none), or without its first axis (-1). */
+PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extra);
+
+/* A new uninitialized array of a dtype, by its code; NULL, without an exception if the dtype is not
+   known here. */
+PyObject *pc_array_empty(int dtype, int ndim, const intptr_t *dims);
+
+/* Bytes of an element; 0: no such array can be made here. Also without the interpreter's lock: what
+   is known stays. */
+size_t pc_array_itemsize(int dtype);
+
+/* Hand the arguments of a METH_FASTCALL | METH_KEYWORDS method, as they are, to a Python function;
+   NULL: closed. */
+PyObject *pc_call_slow(PyObject *slow, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+/* The same with what `methods` returns for a name. */
+PyObject *pc_call_method(PyObject *methods, const char *name, PyObject *const *args,
+                         Py_ssize_t count, PyObject *keywords);
+
+PyObject *pc_use_numpy(PyObject *module, PyObject *args);
+PyObject *pc_add_dtype(PyObject *module, PyObject *args);
+
+#endif

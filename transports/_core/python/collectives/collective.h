@@ -1,0 +1,164 @@
+/* What the files of collectives over the message engine share: `pc_plan`, what is known of a call
+   before it is made; `struct pc_started`, one that is under way; `pc_collectives`, those of one
+   communicator.
+
+   What is a contiguous array in host memory, of a plain dtype, is done here, by the plan of an
+   earlier call with the same dtype, shape, operator and root. Without one Python is asked for it.
+   All else, and what takes long or goes wrong, is handed with the same arguments to the Python
+   methods.
+
+   The engine works on the memory inside a call, which keeps itself alive until that has ended. */
+#ifndef PC_COLLECTIVE_H
+#define PC_COLLECTIVE_H
+
+#include "python/arguments/arrays.h"
+#include "python/engine/engine_type.h"
+#include "python/arguments/kinds.h"
+
+#include "engine/pipeline.h"
+
+/* Bytes of the place where a call was made. */
+#define PC_MOST_PLACE_NBYTES 256
+
+/* Dimensions of an array of which plans are kept. */
+#define PC_PLAN_DIMS 6
+
+/* A schedule with its memory. */
+struct pc_compiled {
+    struct pc_schedule table;
+    struct pc_step *steps;
+    uint32_t *chunks, *successors;
+    bool has_external; /* some steps */
+};
+
+/* Of a call that its root announces (broadcast, scatter), because nobody else knows what will
+   come: see _calls/rooted.py. A rank *expects* what an array of the same kind would be announced
+   by. If that comes, the call goes on here; if not, it is *held* until Python has seen the
+   announcement. */
+struct pc_announced {
+    bool is_announced, is_root;
+    struct pc_compiled way; /* how the announcement goes, which is its one chunk */
+    unsigned char *head;    /* that of the root, or what is expected; NULL: nothing */
+    size_t head_nbytes;
+    /* so many bytes of the value follow the head, and that is all; -1: it comes later */
+    Py_ssize_t inline_nbytes;
+    size_t most;              /* how long it may be */
+    /* of the result, for a rank that has passed no array; of no result: -1 dimensions */
+    int dtype, ndim;
+    intptr_t dims[PC_PLAN_DIMS];
+};
+
+/* plan_type.c: compile steps for `size` ranks; `table.num_chunks` is known. 0; -1 with an
+   exception. */
+int pc_compiled_read(struct pc_compiled *self, PyObject *steps, int size);
+void pc_compiled_free(struct pc_compiled *self);
+/* The reduction of an operator, a dtype, and by what results are divided; an operator of -1:
+   none. */
+struct pc_reduction pc_reduction_of(int op, int dtype, int divisor);
+
+/* What calls have in common that are alike. */
+typedef struct {
+    PyObject_HEAD
+    struct pc_compiled way;
+    struct pc_chunk_place *places;
+    struct pc_announced announced;
+    struct pc_reduction reduction;
+    unsigned char *text;
+    size_t text_nbytes, granule;
+    uint32_t num_segments;
+} pc_plan;
+
+struct pc_plan_entry;
+
+/* The collectives of one communicator. */
+typedef struct {
+    PyObject_HEAD
+    pc_context_object *context;
+    pc_engine_object *engine;
+    int size, rank;
+    PyObject *owner;   /* kept for Python */
+    PyObject *type;    /* of calls under way */
+    PyObject *planner; /* asked for plans */
+    PyObject *finish;  /* waits for a call that takes long: (call, seconds) */
+    /* returns the Python method of a name, to which goes what is not done here */
+    PyObject *slow;
+    uint64_t generation;
+    struct pc_plan_entry *plans;
+    uint32_t num_made;
+} pc_collectives;
+
+/* A call under way. */
+struct pc_started {
+    PyObject_HEAD
+    pc_collectives *collectives;
+    pc_plan *plan;
+    struct pc_op op;
+    struct pc_event event;
+    struct pc_context *context; /* from its launch to its end: it may be closed meanwhile */
+    struct pc_called *call;
+    uint64_t number;
+    /* of its segments; of an announced call the first run, before them, is the announcement */
+    struct pc_pipeline pipeline;
+    PyObject *x, *result;
+    PyObject *source_keeper, *target_keeper; /* of their memory */
+    void *source, *target;
+    int number_dtype;         /* the result is a number of that dtype; 0: it is none */
+    union pc_number numbers[2]; /* it, and what this rank gives for it */
+    /* of an announced call: its memory, and where that is its one chunk */
+    unsigned char *announcement;
+    size_t announcement_nbytes;
+    struct pc_chunk_place announcement_place;
+    bool is_held; /* Python must see the announcement */
+    bool is_told; /* its event was taken out of the queue, and is being told */
+    int kind, root;
+    PyObject *algorithm; /* an interned string: that name is found at no other place; or NULL */
+    char is_blocking, collected;
+    bool is_launched, is_pending, is_watched, under_way;
+    int status, from;
+    size_t came, expected;
+    struct pc_started *next; /* of those that have ended */
+};
+
+/* collectives_type.c: let calls like this one, which were made without an array off root, go by
+   that plan. 0; -1 with an exception. */
+int pc_collectives_expect(pc_collectives *self, const struct pc_started *like, PyObject *plan);
+/* plan_type.c: plans of an earlier generation than this are not used. */
+uint64_t pc_plans_generation(void);
+
+/* call_place.c: write file and line of the innermost frame that is not pycoll's, at most
+   PC_MOST_PLACE_NBYTES, as `task.caller` does; returns the length. */
+size_t pc_call_place(char *to);
+
+/* What is called. */
+struct pc_collective_call {
+    int kind, root;
+    bool is_blocking;
+    PyObject *algorithm;  /* its name, as `pc_started` has it; or NULL */
+    PyObject *x, *result; /* borrowed, as the name is; x: or NULL */
+    PyObject *source_keeper, *target_keeper; /* of the memory of these; or NULL */
+    void *source, *target;
+    /* x is a number: it, in place of `source`; and of which dtype the result is one, or 0 */
+    const union pc_number *number;
+    int number_dtype;
+};
+
+/* collective_run.c: start a call by its plan, which is None, or NULL, if it has none. NULL without
+   an exception: it could not be, and Python says why. `source` and `target` are the memory of `x`
+   and of `result`, which are kept. */
+struct pc_started *pc_collective_start(pc_collectives *self, PyObject *plan,
+                                       const struct pc_collective_call *call);
+/* With the engine's lock: end a call that was held, with which Python has gone on. */
+void pc_collective_settle(struct pc_started *self, int status);
+/* With the engine's lock: give it up, if it is under way. */
+void pc_collective_give_up(struct pc_started *self);
+/* With the engine's lock: the ranks of the world for which it waits, some of them perhaps twice; at
+   most `most`. */
+size_t pc_collective_awaited(const struct pc_started *self, int *ranks, size_t most);
+
+/* collective_type.c: wait for the call until then, or look once (0); whether it has ended. */
+bool pc_collective_wait(struct pc_started *self, uint64_t until_ns);
+/* The method `wait`. */
+PyObject *pc_collective_wait_method(struct pc_started *self, PyObject *const *args,
+                                    Py_ssize_t count, PyObject *keywords);
+
+#endif

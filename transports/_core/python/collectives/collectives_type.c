@@ -1,0 +1,430 @@
+/* `_core.Collectives`: the collectives of one communicator, over the message engine. See
+   collective.h. */
+#include "collective.h"
+#include "python/arguments/collective_call.h"
+#include "python/arguments/timeout.h"
+
+#include <stdlib.h>
+
+/* Plans that a communicator keeps, and those of them among which a call looks for its own. */
+#define PLANS 128
+#define PLANS_TOGETHER 4
+
+static PyTypeObject *plan_type, *collective_type;
+
+void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective) {
+    plan_type = plan;
+    collective_type = collective;
+}
+
+/* --- plans ------------------------------------------------------------------------------------ */
+
+struct plan_key {
+    PyObject *algorithm; /* as of `pc_started`; a kept key owns it */
+    const struct pc_library *library;
+    int format, kind, blocking, op, dtype, root, ndim; /* -1 dimensions: no array was passed */
+    intptr_t dims[PC_PLAN_DIMS];
+};
+
+struct pc_plan_entry {
+    struct plan_key key;
+    PyObject *plan; /* NULL: there is none; None: Python must run such calls */
+};
+
+static void forget_plans(pc_collectives *self) {
+    for (int index = 0; self->plans != NULL && index < PLANS; index++) {
+        Py_CLEAR(self->plans[index].plan);
+        Py_CLEAR(self->plans[index].key.algorithm);
+    }
+}
+
+/* The place of a plan; if there is none, one that may be given to it. */
+static struct pc_plan_entry *find_plan(pc_collectives *self, const struct plan_key *key) {
+    if (self->generation != pc_plans_generation()) {
+        forget_plans(self);
+        self->generation = pc_plans_generation();
+    }
+    uint64_t hash = pc_hash(
+        (uint64_t)key->kind << 32 | (uint64_t)key->op << 16 | (uint64_t)key->dtype << 8,
+        (uint64_t)key->root << 8 | (uint64_t)key->blocking << 4 | (uint64_t)(key->ndim + 1));
+    hash = pc_hash(hash, (uint64_t)(uintptr_t)key->algorithm ^ (uint64_t)(uintptr_t)key->library);
+    for (int axis = 0; axis < key->ndim; axis++)
+        hash = pc_hash(hash, (uint64_t)key->dims[axis]);
+    struct pc_plan_entry *together = &self->plans[hash % (PLANS / PLANS_TOGETHER) * PLANS_TOGETHER];
+    for (int index = 0; index < PLANS_TOGETHER; index++)
+        if (together[index].plan == NULL || memcmp(&together[index].key, key, sizeof *key) == 0)
+            return &together[index];
+    return &together[self->num_made % PLANS_TOGETHER];
+}
+
+static void keep_plan(pc_collectives *self, const struct plan_key *key, PyObject *plan) {
+    struct pc_plan_entry *entry = find_plan(self, key);
+    self->num_made++;
+    PyObject *before = entry->plan, *named_before = entry->key.algorithm;
+    entry->key = *key;
+    Py_XINCREF(key->algorithm);
+    entry->plan = Py_NewRef(plan);
+    Py_XDECREF(before);
+    Py_XDECREF(named_before);
+}
+
+/* The plan of a call (new reference); None: Python must run it; NULL with an exception. */
+static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObject **values,
+                         PyObject *result) {
+    struct pc_plan_entry *entry = find_plan(self, key);
+    if (PC_LIKELY(entry->plan != NULL && memcmp(&entry->key, key, sizeof *key) == 0))
+        return Py_NewRef(entry->plan);
+    PyObject *x = values[X] != NULL ? values[X] : Py_None;
+    PyObject *algorithm = key->algorithm != NULL ? key->algorithm : Py_None;
+    PyObject *plan = PyObject_CallFunction(self->planner, "iiOiiOO", key->kind, key->blocking, x,
+                                           key->op, key->root, result, algorithm);
+    if (plan == NULL)
+        return NULL;
+    if (plan != Py_None && Py_TYPE(plan) != plan_type) {
+        Py_DECREF(plan);
+        PyErr_SetString(PyExc_TypeError, "that is no plan");
+        return NULL;
+    }
+    keep_plan(self, key, plan); /* plans may have been forgotten meanwhile */
+    return plan;
+}
+
+int pc_collectives_expect(pc_collectives *self, const struct pc_started *like, PyObject *plan) {
+    struct plan_key key;
+    if (Py_TYPE(plan) != plan_type) {
+        PyErr_SetString(PyExc_TypeError, "that is no plan");
+        return -1;
+    }
+    memset(&key, 0, sizeof key);
+    key.kind = like->kind;
+    key.blocking = like->is_blocking;
+    key.root = like->root;
+    key.algorithm = like->algorithm;
+    key.ndim = -1;
+    keep_plan(self, &key, plan);
+    return 0;
+}
+
+/* --- methods ---------------------------------------------------------------------------------- */
+
+static bool may_start(const pc_collectives *self) {
+    const pc_engine_object *engine = self->engine;
+    return PC_LIKELY(self->context->collectives_usable && !engine->engaged) &&
+           atomic_load_explicit(&engine->drive.closed, memory_order_relaxed) == PC_DRIVE_OPEN &&
+           (engine->host == NULL || !pc_host_failed(engine->shm.channel.host));
+}
+
+static void name_array(struct plan_key *key, const struct pc_array *array) {
+    if (pc_is_announced(key->kind)) { /* which says what kind of array it is */
+        key->library = array->library;
+        key->format = array->library != NULL ? array->format : 0;
+    }
+    key->dtype = array->dtype;
+    key->ndim = array->ndim;
+    for (int axis = 0; axis < array->ndim; axis++)
+        key->dims[axis] = array->dims[axis];
+}
+
+/* A call of which all is known but the plan. What may change its memory is kept from it. */
+static struct pc_started *start(pc_collectives *self, const struct plan_key *key, PyObject *x,
+                                PyObject *result, PyObject *plan, const struct pc_array *source,
+                                const struct pc_array *target, bool is_new) {
+    bool is_number = pc_is_number(source), keeps = source->data != NULL && !is_number;
+    PyObject *source_keeper = keeps ? pc_memory_keeper(source, x, key->blocking) : NULL;
+    PyObject *target_keeper = target->data != NULL && !is_new && !is_number
+                                  ? pc_memory_keeper(target, result, key->blocking)
+                                  : Py_NewRef(result);
+    struct pc_collective_call call = {
+        .kind = key->kind,
+        .root = key->root,
+        .is_blocking = key->blocking != 0,
+        .algorithm = key->algorithm,
+        .x = x,
+        .result = result,
+        .source_keeper = source_keeper,
+        .target_keeper = target_keeper,
+        .number = is_number ? &source->number : NULL,
+        .number_dtype = is_number && target->data == &target->number ? source->dtype : 0,
+        /* a barrier's chunks are empty, but somewhere */
+        .source = key->kind != PC_BARRIER ? source->data : (void *)self,
+        .target = target->data};
+    struct pc_started *started = NULL;
+    if (target_keeper != NULL && (source_keeper != NULL || !keeps))
+        started = pc_collective_start(self, plan, &call);
+    Py_XDECREF(source_keeper);
+    Py_XDECREF(target_keeper);
+    return started;
+}
+
+/* A call whose root announces what will come, on another rank. */
+static struct pc_started *begin_announced(pc_collectives *self, struct plan_key *key,
+                                          PyObject **values) {
+    /* where the result goes, if anybody says so */
+    PyObject *place = values[key->kind == PC_BROADCAST ? X : OUT];
+    struct pc_array none = {0}, out = {0};
+    key->ndim = -1;
+    if (!is_none(place)) {
+        if (!pc_target_of(place, &out))
+            return NULL;
+        if (out.ndim > PC_PLAN_DIMS || pc_tell_written(&out, place) < 0) {
+            pc_memory_release(&out);
+            return NULL;
+        }
+        name_array(key, &out);
+    } else if (key->kind == PC_BROADCAST && values[X] == NULL) {
+        return NULL;
+    }
+    bool is_new = is_none(place);
+    PyObject *plan = plan_of(self, key, values, !is_new ? place : Py_None);
+    PyObject *result = Py_NewRef(!is_new ? place : Py_None);
+    if (is_new && plan != NULL && plan != Py_None && ((pc_plan *)plan)->announced.ndim >= 0) {
+        /* What it was last time: it is thrown away if something else comes. */
+        const struct pc_announced *expected = &((pc_plan *)plan)->announced;
+        Py_DECREF(result);
+        result = pc_array_empty(expected->dtype, expected->ndim, expected->dims);
+        if (result != NULL && !pc_array_view(result, &out))
+            Py_CLEAR(result);
+    }
+    struct pc_started *started = NULL;
+    if (result != NULL)
+        started = start(self, key, place, result, plan, &none, &out, is_new);
+    Py_XDECREF(result);
+    Py_XDECREF(plan);
+    pc_memory_release(&out);
+    return started;
+}
+
+/* Numbers go by the plan of arrays without dimensions. */
+static PyObject *plan_of_number(pc_collectives *self, const struct plan_key *key,
+                                PyObject **values, const struct pc_array *x,
+                                const struct pc_array *out, PyObject *result) {
+    PyObject *like[2] = {pc_array_empty(x->dtype, 0, NULL), pc_array_empty(x->dtype, 0, NULL)};
+    PyObject *before = values[X], *plan = NULL;
+    if (like[0] != NULL && like[1] != NULL) {
+        values[X] = like[0];
+        plan = plan_of(self, key, values, out->data == &out->number ? like[1] : result);
+        values[X] = before;
+    }
+    Py_XDECREF(like[0]);
+    Py_XDECREF(like[1]);
+    return plan;
+}
+
+/* A call that is not announced, or its root's, of `x`. NULL without an exception: leave it to
+   Python. */
+static struct pc_started *begin_with(pc_collectives *self, struct plan_key *key, PyObject **values,
+                                     const struct pc_array *x) {
+    struct pc_array out = {0};
+    bool is_number = pc_is_number(x);
+    PyObject *result = key->kind == PC_BROADCAST
+                           ? Py_NewRef(values[X])
+                           : result_for(self->size, self->rank, key->kind, values, x, key->root,
+                                        &out);
+    if (result == NULL)
+        return NULL;
+    PyObject *plan = PC_LIKELY(!is_number) ? plan_of(self, key, values, result)
+                                           : plan_of_number(self, key, values, x, &out, result);
+    struct pc_started *started =
+        start(self, key, values[X], result, plan, x, &out, is_none(values[OUT]));
+    Py_XDECREF(plan);
+    Py_DECREF(result);
+    pc_memory_release(&out);
+    return started;
+}
+
+/* NULL without an exception: leave it to Python. */
+static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking,
+                                PyObject *algorithm, PyObject **values) {
+    struct plan_key key;
+    struct pc_array x = {0};
+    memset(&key, 0, sizeof key);
+    key.kind = kind;
+    key.blocking = is_blocking;
+    key.algorithm = algorithm;
+    bool reduces = pc_reduces(kind);
+    bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL || kind == PC_SCATTER;
+    if (kind == PC_BARRIER)
+        return begin_with(self, &key, values, &x);
+    key.root = find_root(values[ROOT], self->size);
+    key.op = reduces ? find_op(values[OP]) : 0;
+    if (key.root >= 0 && pc_is_announced(kind) && self->rank != key.root)
+        return begin_announced(self, &key, values);
+    if (key.root < 0 || key.op < 0 || values[X] == NULL || !value_of(kind, values[X], &x))
+        return NULL;
+    struct pc_started *started = NULL;
+    if (x.ndim <= PC_PLAN_DIMS && (!reduces || pc_reduce_find(key.op, x.dtype) != NULL) &&
+        (!splits || (x.ndim > 0 && x.dims[0] == self->size))) {
+        name_array(&key, &x);
+        started = begin_with(self, &key, values, &x);
+    }
+    pc_memory_release(&x);
+    return started;
+}
+
+/* Wait for a blocking call, which is let go; what takes long goes on in Python. */
+static PyObject *finish(pc_collectives *self, struct pc_started *started, uint64_t timeout_ns) {
+    PyObject *result = NULL, *finished = NULL;
+    if (!pc_op_is_done(&started->op)) {
+        struct pc_patience patience = pc_patience(timeout_ns);
+        PyObject *left = NULL;
+        if (!pc_collective_wait(started, patience.until_ns) &&
+            (left = pc_patience_left(&patience)) != NULL)
+            finished = PyObject_CallFunctionObjArgs(self->finish, (PyObject *)started, left, NULL);
+        Py_XDECREF(left);
+    }
+    if (finished != NULL || !PyErr_Occurred())
+        result = pc_collective_result((PyObject *)started);
+    Py_XDECREF(finished);
+    Py_DECREF((PyObject *)started);
+    return result;
+}
+
+static PyObject *collective(pc_collectives *self, const char *name, int kind, bool is_blocking,
+                            PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    PyObject *values[ARGUMENTS] = {NULL};
+    uint64_t timeout_ns;
+    if (may_start(self) && parse(kind, args, count, keywords, values) &&
+        pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) &&
+        (is_blocking || values[TIMEOUT] == NULL) &&
+        (is_none(values[ALGORITHM]) || PyUnicode_CheckExact(values[ALGORITHM]))) {
+        PyObject *algorithm = !is_none(values[ALGORITHM]) ? Py_NewRef(values[ALGORITHM]) : NULL;
+        if (algorithm != NULL)
+            PyUnicode_InternInPlace(&algorithm);
+        struct pc_started *started = begin(self, kind, is_blocking, algorithm, values);
+        Py_XDECREF(algorithm);
+        if (started == NULL && PyErr_Occurred())
+            return NULL;
+        if (started != NULL)
+            return is_blocking ? finish(self, started, timeout_ns) : (PyObject *)started;
+    }
+    return pc_call_method(self->slow, name, args, count, keywords);
+}
+
+static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *context, *owner, *call, *planner, *finish, *slow;
+    int size, rank;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "OiiOOOOO", &context, &size, &rank, &owner, &call, &planner,
+                          &finish, &slow))
+        return NULL;
+    if (!PyObject_TypeCheck(context, pc_context_type) || !PyType_Check(call) ||
+        !PyType_IsSubtype((PyTypeObject *)call, collective_type)) {
+        PyErr_SetString(PyExc_TypeError, "arguments are context, size, rank, owner, type, planner, "
+                                         "finish, slow");
+        return NULL;
+    }
+    pc_collectives *self =
+        (pc_collectives *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->context = (pc_context_object *)Py_NewRef(context);
+    self->engine = self->context->engine;
+    self->size = size;
+    self->rank = rank;
+    self->owner = Py_NewRef(owner);
+    self->type = Py_NewRef(call);
+    self->planner = Py_NewRef(planner);
+    self->finish = Py_NewRef(finish);
+    self->slow = Py_NewRef(slow);
+    self->generation = pc_plans_generation();
+    self->plans = calloc(PLANS, sizeof *self->plans);
+    if (self->plans != NULL)
+        return (PyObject *)self;
+    Py_DECREF(self);
+    return PyErr_NoMemory();
+}
+
+static int collectives_traverse(pc_collectives *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->owner);
+    Py_VISIT(self->planner);
+    Py_VISIT(self->finish);
+    Py_VISIT(self->slow);
+    return 0;
+}
+
+static int collectives_clear(pc_collectives *self) {
+    Py_CLEAR(self->owner);
+    Py_CLEAR(self->planner);
+    Py_CLEAR(self->finish);
+    Py_CLEAR(self->slow);
+    return 0;
+}
+
+static void collectives_dealloc(pc_collectives *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    collectives_clear(self);
+    forget_plans(self);
+    free(self->plans);
+    Py_XDECREF((PyObject *)self->context);
+    Py_XDECREF(self->type);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+#define COLLECTIVE(name, kind)                                                                   \
+    static PyObject *start_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count, \
+                                  PyObject *keywords) {                                          \
+        return collective(self, "i" #name, kind, false, args, count, keywords);                  \
+    }                                                                                            \
+    static PyObject *run_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count,   \
+                                PyObject *keywords) {                                            \
+        return collective(self, #name, kind, true, args, count, keywords);                       \
+    }
+COLLECTIVE(barrier, PC_BARRIER)
+COLLECTIVE(broadcast, PC_BROADCAST)
+COLLECTIVE(scatter, PC_SCATTER)
+COLLECTIVE(reduce, PC_REDUCE)
+COLLECTIVE(all_reduce, PC_ALL_REDUCE)
+COLLECTIVE(gather, PC_GATHER)
+COLLECTIVE(all_gather, PC_ALL_GATHER)
+COLLECTIVE(reduce_scatter, PC_REDUCE_SCATTER)
+COLLECTIVE(all_to_all, PC_ALL_TO_ALL)
+COLLECTIVE(scan, PC_SCAN)
+COLLECTIVE(exscan, PC_EXSCAN)
+
+#define METHODS(name, parameters)                                                                \
+    {"i" #name, (PyCFunction)(void (*)(void))start_##name, METH_FASTCALL | METH_KEYWORDS,        \
+     "i" #name "($self, " parameters "*, algorithm=None)\n--\n\nSee pycoll.Communicator.i" #name \
+     "."},                                                                                       \
+        {#name, (PyCFunction)(void (*)(void))run_##name, METH_FASTCALL | METH_KEYWORDS,          \
+         #name "($self, " parameters                                                             \
+               "*, algorithm=None, timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
+
+static PyMethodDef collectives_methods[] = {
+    METHODS(barrier, ""),
+    METHODS(broadcast, "x, root=0, "),
+    METHODS(scatter, "x, root=0, out=None, "),
+    METHODS(reduce, "x, op='sum', root=0, out=None, "),
+    METHODS(all_reduce, "x, op='sum', out=None, "),
+    METHODS(gather, "x, root=0, out=None, "),
+    METHODS(all_gather, "x, out=None, "),
+    METHODS(reduce_scatter, "x, op='sum', out=None, "),
+    METHODS(all_to_all, "x, out=None, "),
+    METHODS(scan, "x, op='sum', out=None, "),
+    METHODS(exscan, "x, op='sum', out=None, "),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot collectives_slots[] = {
+    {Py_tp_new, collectives_new},
+    {Py_tp_dealloc, collectives_dealloc},
+    {Py_tp_traverse, collectives_traverse},
+    {Py_tp_clear, collectives_clear},
+    {Py_tp_methods, collectives_methods},
+    {Py_tp_doc, "Collectives(context, size, rank, owner, type, planner, finish, slow)\n\n"
+                "The collectives of one communicator by messages, in the core. `type` is a "
+                "subclass of `Collective`; `planner(kind, blocking, x, op, root, result, "
+                "algorithm)` returns a `Plan`, or None if Python must run such calls; "
+                "`finish(collective, seconds)` waits for one that takes long; `slow(name)` "
+                "returns the Python method to which goes what is not done here."},
+    {0, NULL},
+};
+
+PyType_Spec pc_collectives_spec = {
+    .name = "pycoll.Communicator", /* what the repr of its methods says to users */
+    .basicsize = sizeof(pc_collectives),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = collectives_slots,
+};

@@ -1,0 +1,211 @@
+/* The collectives as methods: arguments are looked at, not converted, and whatever is not the
+   common case is handed, untouched, to the Python method. */
+#include "python/arguments/collective_call.h"
+#include "comm.h"
+
+PyObject *pc_argument_names[ARGUMENTS], *pc_op_names[PC_OPS];
+
+void pc_fast_init(void) {
+    static const char *names[ARGUMENTS] = {"x",         "op",      "root",  "out",
+                                           "algorithm", "timeout", "counts"};
+    static const char *ops[PC_OPS] = {"sum", "prod", "min",  "max", "avg", "band",
+                                      "bor", "bxor", "land", "lor", "lxor"};
+    for (int index = 0; index < ARGUMENTS; index++)
+        pc_argument_names[index] = PyUnicode_InternFromString(names[index]);
+    for (int index = 0; index < PC_OPS; index++)
+        pc_op_names[index] = PyUnicode_InternFromString(ops[index]);
+}
+
+/* Everything that is neither announced nor a barrier. */
+static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, const struct pc_array *x,
+                           int op, int root) {
+    struct pc_array out;
+    PyObject *result = result_for(comm->size, comm->rank, kind, values, x, root, &out);
+    if (result == NULL)
+        return NULL;
+    pc_collective call;
+    if (pc_user_call_begin(&call, comm, kind, root, values[TIMEOUT]) < 0) {
+        Py_CLEAR(result);
+        goto done;
+    }
+    call.op = op;
+    call.dtype = x->dtype;
+    call.x = x->data;
+    call.out = out.data != NULL ? out.data : x->data; /* nothing is written */
+    call.nbytes = x->nbytes;
+    if (kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL)
+        call.nbytes /= (size_t)comm->size;
+    call.asks = comm->asks && (kind == PC_ALL_REDUCE || kind == PC_REDUCE ||
+                               kind == PC_REDUCE_SCATTER);
+    call.x_object = values[X];
+    call.op_object = values[OP];
+    pc_sign(&call, 0, x->ndim, x->dims);
+    result = pc_call_end(&call, pc_run(&call), result);
+    if (PC_UNLIKELY(out.data == &out.number) && result != NULL) {
+        Py_DECREF(result);
+        result = pc_number_object(x->dtype, &out.number);
+    }
+done:
+    pc_memory_release(&out);
+    return result;
+}
+
+/* Write what `conversion.describe` writes; returns its length. */
+uint32_t pc_describe_array(const struct pc_array *x, int skipped, unsigned char *to) {
+    int ndim = x->ndim - skipped;
+    uint32_t kind_nbytes = (uint32_t)pc_kind_of(x, (char *)to + 3);
+    to[0] = (unsigned char)x->dtype;
+    to[1] = (unsigned char)kind_nbytes;
+    to[2] = (unsigned char)ndim;
+    for (int axis = 0; axis < ndim; axis++) {
+        uint64_t dim = (uint64_t)x->dims[axis + skipped];
+        memcpy(to + 3 + kind_nbytes + 8 * axis, &dim, 8);
+    }
+    return 3 + kind_nbytes + 8 * (uint32_t)ndim;
+}
+
+#define MAX_NDIM 32
+
+/* The arrays of a call that is announced: `x` of the root, `out` of a scatter, and elsewhere of a
+   broadcast, too. False: leave it to Python. What is there must be released in any case. */
+static bool view_announced(pc_comm *comm, int kind, PyObject **values, int root,
+                           struct pc_array *x, struct pc_array *out) {
+    bool is_root = comm->rank == root;
+    if (is_root && (!pc_memory_of(values[X], x) || x->ndim > MAX_NDIM))
+        return false;
+    if (is_root && kind == PC_BROADCAST)
+        return true;
+    PyObject *target = kind == PC_SCATTER ? values[OUT] : values[X];
+    if (is_none(target) || (!is_root && kind == PC_SCATTER && !is_none(values[X])) ||
+        (is_root && (x->ndim == 0 || x->dims[0] != comm->size)) || !pc_target_of(target, out) ||
+        (is_root && !out_fits(comm->size, comm->rank, kind, x, out)))
+        return false;
+    return pc_tell_written(out, target) == 0;
+}
+
+static PyObject *announce(pc_comm *comm, int kind, PyObject **values, int root,
+                          const struct pc_array *x, const struct pc_array *out) {
+    pc_collective call;
+    if (pc_user_call_begin(&call, comm, kind, root, values[TIMEOUT]) < 0)
+        return NULL;
+    call.x_object = values[X];
+    pc_sign(&call, 0, 0, NULL);
+    call.out = out->data;
+    int status;
+    if (comm->rank == root) {
+        unsigned char description[3 + PC_MOST_KIND_NBYTES + 8 * MAX_NDIM];
+        int skipped = kind == PC_SCATTER;
+        call.x = x->data;
+        call.nbytes = skipped ? x->nbytes / (size_t)comm->size : x->nbytes;
+        struct pc_header header = {.nbytes = call.nbytes, .address = (uintptr_t)x->data, .form = 0};
+        header.value = pc_hash_dims((uint64_t)x->dtype, x->ndim - skipped, x->dims + skipped);
+        header.description_nbytes = pc_describe_array(x, skipped, description);
+        status = pc_announce(&call, &header, description);
+        PyObject *result = skipped ? values[OUT] : values[X];
+        pc_hold(&call.call); /* the interpreter's lock, before a reference is counted */
+        return pc_call_end(&call, status, Py_NewRef(result));
+    }
+    struct pc_slot *slot;
+    status = pc_hear(&call, &slot);
+    if (status == 0) {
+        struct pc_header header;
+        memcpy(&header, slot->data, sizeof header);
+        if (header.form != 0 ||
+            header.value != pc_hash_dims((uint64_t)out->dtype, out->ndim, out->dims)) {
+            pc_hold(&call.call);
+            comm->heard = comm->goes_on = true; /* in Python, from there */
+            comm->busy = false;
+            return NULL;
+        }
+        status = pc_receive(&call, slot);
+    }
+    pc_hold(&call.call);
+    return pc_call_end(&call, status, Py_NewRef(kind == PC_SCATTER ? values[OUT] : values[X]));
+}
+
+static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int root) {
+    struct pc_array x = {0}, out = {0};
+    PyObject *result = NULL;
+    if (view_announced(comm, kind, values, root, &x, &out))
+        result = announce(comm, kind, values, root, &x, &out);
+    pc_memory_release(&x);
+    pc_memory_release(&out);
+    return result;
+}
+
+static inline PyObject *collective(pc_shared *self, int kind, PyObject *const *args,
+                                   Py_ssize_t count, PyObject *keywords) {
+    pc_comm *comm = self->comm;
+    PyObject *values[ARGUMENTS] = {NULL};
+    if (PC_LIKELY(comm->usable && !comm->claimed && !comm->busy && !comm->host->engaged &&
+                  !pc_host_failed(comm->host)) &&
+        parse(kind, args, count, keywords, values) && is_none(values[ALGORITHM])) {
+        PyObject *result = NULL;
+        int root = find_root(values[ROOT], comm->size);
+        if (kind == PC_BARRIER) {
+            pc_collective call;
+            if (pc_user_call_begin(&call, comm, kind, 0, values[TIMEOUT]) == 0) {
+                pc_sign(&call, 0, 0, NULL);
+                int status = pc_run(&call);
+                pc_hold(&call.call);
+                result = pc_call_end(&call, status, Py_NewRef(Py_None));
+            }
+        } else if (root >= 0 && values[X] != NULL) {
+            if (pc_is_announced(kind)) {
+                result = run_announced(comm, kind, values, root);
+            } else {
+                struct pc_array x;
+                int op = find_op(values[OP]);
+                bool reduces = pc_reduces(kind);
+                bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
+                if (op >= 0 && value_of(kind, values[X], &x)) {
+                    if ((!reduces || pc_reduce_find(op, x.dtype) != NULL) &&
+                        (!splits || (x.ndim > 0 && x.dims[0] == comm->size)))
+                        result = run_array(comm, kind, values, &x, reduces ? op : 0, root);
+                    pc_memory_release(&x);
+                }
+            }
+        }
+        if (result != NULL || PyErr_Occurred())
+            return result;
+    }
+    PyObject *result = pc_call_slow(self->slow[kind], args, count, keywords);
+    comm->heard = comm->goes_on = false;
+    return result;
+}
+
+#define FAST(name, kind)                                                                          \
+    static PC_HOT PyObject *fast_##name(pc_shared *self, PyObject *const *args, Py_ssize_t count, \
+                                        PyObject *keywords) {                                     \
+        return collective(self, kind, args, count, keywords);                                     \
+    }
+FAST(barrier, PC_BARRIER)
+FAST(broadcast, PC_BROADCAST)
+FAST(reduce, PC_REDUCE)
+FAST(all_reduce, PC_ALL_REDUCE)
+FAST(gather, PC_GATHER)
+FAST(all_gather, PC_ALL_GATHER)
+FAST(scatter, PC_SCATTER)
+FAST(reduce_scatter, PC_REDUCE_SCATTER)
+FAST(all_to_all, PC_ALL_TO_ALL)
+FAST(scan, PC_SCAN)
+FAST(exscan, PC_EXSCAN)
+
+#define METHOD(name, parameters)                                                     \
+    {#name, (PyCFunction)(void (*)(void))fast_##name, METH_FASTCALL | METH_KEYWORDS, \
+     #name "($self, " parameters                                                     \
+           "*, algorithm=None, timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
+PyMethodDef pc_fast_methods[] = {
+    METHOD(barrier, ""),
+    METHOD(broadcast, "x, root=0, "),
+    METHOD(reduce, "x, op='sum', root=0, out=None, "),
+    METHOD(all_reduce, "x, op='sum', out=None, "),
+    METHOD(gather, "x, root=0, out=None, "),
+    METHOD(all_gather, "x, out=None, "),
+    METHOD(scatter, "x, root=0, out=None, "),
+    METHOD(reduce_scatter, "x, op='sum', out=None, "),
+    METHOD(all_to_all, "x, out=None, "),
+    METHOD(scan, "x, op='sum', out=None, "),
+    METHOD(exscan, "x, op='sum', out=None, "),
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,161 @@
+/* reduce_scatterv: a reduce_scatter whose blocks differ in length, which is counted in rows of x.
+   All ranks must give the same counts, so each knows where every block lies, and nothing is
+   announced: the counts are a part of the call's signature. A call on NumPy arrays and one whose
+   arguments Python has checked are the same to the other ranks. */
+#include "python/arguments/collective_call.h"
+#include "comm.h"
+
+#define UNEVEN 1 /* in PARTS in pycoll/_calls/shared_memory.py */
+
+/* Read rows before each block, and all rows; whether that is a list or tuple of ints which add up
+   to `num_rows`. */
+static bool read_counts(PyObject *counts, int size, size_t num_rows, size_t *begins) {
+    bool is_list = PyList_CheckExact(counts);
+    if (!is_list && !PyTuple_CheckExact(counts))
+        return false;
+    if ((is_list ? PyList_Size(counts) : PyTuple_Size(counts)) != size)
+        return false;
+    begins[0] = 0;
+    for (int rank = 0; rank < size; rank++) {
+        PyObject *item = is_list ? PyList_GetItem(counts, rank) : PyTuple_GetItem(counts, rank);
+        int overflow;
+        long long count =
+            PyLong_CheckExact(item) ? PyLong_AsLongLongAndOverflow(item, &overflow) : -1;
+        if (count < 0 || (unsigned long long)count > num_rows - begins[rank])
+            return false;
+        begins[rank + 1] = begins[rank] + (size_t)count;
+    }
+    return begins[size] == num_rows;
+}
+
+/* Say what is reduced where, after `op` and `dtype`. */
+static void set_rows(pc_collective *call, const size_t *begins, size_t row_nbytes, int ndim,
+                     const intptr_t *dims) {
+    int size = call->comm->size;
+    uint64_t hash = pc_hash_dims(0, size, (const intptr_t *)begins + 1);
+    call->begins = begins;
+    call->row_nbytes = row_nbytes;
+    for (int rank = 0; rank < size; rank++)
+        if (call->nbytes < pc_block_nbytes(call, rank))
+            call->nbytes = pc_block_nbytes(call, rank);
+    pc_sign_part(call, (uint64_t)UNEVEN << 32 | (hash & 0xFFFFFFFFu), ndim, dims);
+}
+
+/* --- NumPy arrays ----------------------------------------------------------------------------- */
+
+/* Whether `out` may be the result, of which the place in x is `rows`. */
+static bool rows_fit(const struct pc_array *out, const struct pc_array *x, const intptr_t *dims,
+                     const char *rows) {
+    const char *a = x->data, *b = out->data;
+    return out->writeable && out->dtype == x->dtype && out->ndim == x->ndim &&
+           dims_equal(x->ndim, out->dims, dims) &&
+           (a + x->nbytes <= b || b + out->nbytes <= a || b == rows);
+}
+
+/* NULL, perhaps with an exception: leave it to Python. */
+static PyObject *run_rows(pc_comm *comm, PyObject **values, const struct pc_array *x, int op,
+                          const size_t *begins) {
+    size_t row_nbytes = x->dims[0] > 0 ? x->nbytes / (size_t)x->dims[0] : 0,
+           begin = begins[comm->rank];
+    intptr_t dims[PC_MAX_DIMS];
+    struct pc_array out;
+    memcpy(dims, x->dims, (size_t)x->ndim * sizeof *dims);
+    dims[0] = (intptr_t)(begins[comm->rank + 1] - begin);
+    PyObject *out_object = values[OUT];
+    PyObject *result =
+        is_none(out_object) ? pc_array_empty(x->dtype, x->ndim, dims) : Py_NewRef(out_object);
+    pc_collective call;
+    if (result == NULL || !pc_array_view(result, &out) ||
+        !rows_fit(&out, x, dims, (const char *)x->data + begin * row_nbytes) ||
+        pc_user_call_begin(&call, comm, PC_REDUCE_SCATTER, 0, values[TIMEOUT]) < 0) {
+        if (result != NULL)
+            PyErr_Clear(); /* Python says what is wrong */
+        Py_XDECREF(result);
+        return NULL;
+    }
+    call.op = op;
+    call.dtype = x->dtype;
+    call.x = x->data;
+    call.out = out.data;
+    call.x_object = values[X];
+    call.op_object = values[OP];
+    set_rows(&call, begins, row_nbytes, x->ndim, x->dims);
+    return pc_call_end(&call, pc_run(&call), result);
+}
+
+static PyObject *reduce_scatterv(pc_shared *self, PyObject *const *args, Py_ssize_t count,
+                                 PyObject *keywords) {
+    pc_comm *comm = self->comm;
+    PyObject *values[ARGUMENTS] = {NULL};
+    if (comm->usable && !comm->claimed && !comm->busy && !comm->host->engaged &&
+        !pc_host_failed(comm->host) && parse(PC_REDUCE_SCATTERV, args, count, keywords, values) &&
+        is_none(values[ALGORITHM]) && values[X] != NULL &&
+        values[COUNTS] != NULL) {
+        size_t begins[comm->size + 1];
+        struct pc_array x;
+        int op = find_op(values[OP]);
+        if (op >= 0 && pc_array_view(values[X], &x) && pc_reduce_find(op, x.dtype) != NULL &&
+            x.ndim > 0 && x.ndim <= PC_MAX_DIMS &&
+            read_counts(values[COUNTS], comm->size, (size_t)x.dims[0], begins)) {
+            PyObject *result = run_rows(comm, values, &x, op, begins);
+            if (result != NULL || PyErr_Occurred())
+                return result;
+        }
+    }
+    return pc_call_slow(self->slow[PC_REDUCE_SCATTERV], args, count, keywords);
+}
+
+/* --- calls from Python, whose arguments are checked already ----------------------------------- */
+
+static PyObject *run_checked(pc_comm *comm, int dtype, int op, PyObject *shape, PyObject *counts,
+                             const Py_buffer *x, const Py_buffer *out) {
+    intptr_t dims[PC_MAX_DIMS];
+    size_t begins[comm->size + 1];
+    pc_collective call;
+    int ndim = pc_get_shape(shape, dims);
+    if (ndim < 0 || pc_check_attached(comm) < 0)
+        return NULL;
+    size_t num_rows = ndim > 0 ? (size_t)dims[0] : 0;
+    if (!read_counts(counts, comm->size, num_rows, begins)) {
+        PyErr_SetString(PyExc_ValueError, "counts do not cut the rows");
+        return NULL;
+    }
+    if (!pc_check_reducible(dtype, x->len > 0 ? x->buf : NULL, out->len > 0 ? out->buf : NULL) ||
+        pc_call_begin(&call, comm, PC_REDUCE_SCATTER, 0) < 0)
+        return NULL;
+    call.op = op;
+    call.dtype = dtype;
+    call.x = x->buf;
+    call.out = out->buf;
+    set_rows(&call, begins, num_rows > 0 ? (size_t)x->len / num_rows : 0, ndim, dims);
+    int status = pc_run(&call);
+    pc_hold(&call.call); /* the interpreter's lock, before a reference is counted */
+    return pc_call_end(&call, status, Py_NewRef(Py_None));
+}
+
+/* reduce_rows(dtype, op, shape, counts, x, out) */
+static PyObject *reduce_rows(pc_comm *comm, PyObject *args) {
+    PyObject *shape, *counts;
+    int dtype, op;
+    Py_buffer x, out;
+    if (!PyArg_ParseTuple(args, "iiO!Oy*w*", &dtype, &op, &PyTuple_Type, &shape, &counts, &x, &out))
+        return NULL;
+    PyObject *result = run_checked(comm, dtype, op, shape, counts, &x, &out);
+    PyBuffer_Release(&x);
+    PyBuffer_Release(&out);
+    return result;
+}
+
+PyMethodDef pc_reduce_scatterv_methods[] = {
+    {"reduce_scatterv", (PyCFunction)(void (*)(void))reduce_scatterv, METH_FASTCALL | METH_KEYWORDS,
+     "reduce_scatterv($self, x, counts, op='sum', out=None, *, algorithm=None, "
+     "timeout=None)\n--\n\n"
+     "See pycoll.Communicator.reduce_scatterv."},
+    {NULL, NULL, 0, NULL},
+};
+
+PyMethodDef pc_reduce_rows_methods[] = {
+    {"reduce_rows", (PyCFunction)(void (*)(void))reduce_rows, METH_VARARGS,
+     "Run a reduce_scatterv on contiguous memory."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,68 @@
+/* The arguments of sends and receives of one communicator, the requests that are made of them, and
+   how long a blocking call waits. With the interpreter's lock. */
+#ifndef PC_MESSAGES_H
+#define PC_MESSAGES_H
+
+#include "request.h"
+#include "python/arguments/timeout.h"
+
+/* What shall be sent: an array, whose memory is looked at; or the bytes of a pickled object. */
+struct pc_outgoing {
+    PyObject *value; /* borrowed */
+    struct pc_array array;  /* must be released */
+    struct pc_views *views; /* NULL: it is an array. They are the request's then. */
+    int dest;
+    long tag;
+};
+
+/* What shall be received. */
+struct pc_incoming_call {
+    int source; /* rank here, or ANY */
+    long tag;
+    PyObject *out, *status; /* borrowed, or NULL */
+    struct pc_array array;  /* `out`; must be released */
+};
+
+/* Whether anything can be started here. */
+bool pc_messages_may_start(const pc_messages *self);
+/* 1: `outgoing`, which was zero, is filled in; 0: leave it to Python; -1 with an exception. */
+int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag,
+                   struct pc_outgoing *outgoing);
+/* False: leave it to Python; perhaps with an exception. */
+bool pc_incoming_of(const pc_messages *self, PyObject *source, PyObject *tag, PyObject *out,
+                    PyObject *status, struct pc_incoming_call *incoming);
+
+/* Start a send, or a receive or probe; NULL with an exception. */
+struct pc_request *pc_messages_send(pc_messages *self, struct pc_outgoing *outgoing,
+                                    enum pc_request_kind kind, bool is_blocking, enum pc_way way);
+struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incoming_call *incoming,
+                                       enum pc_request_kind kind, bool is_blocking);
+
+/* messages_direct.c: send an array at once, or receive one that is the next. False: nothing has
+   happened. */
+#define PC_DIRECT_NBYTES ((size_t)16 << 10)
+bool pc_messages_post(pc_messages *self, const struct pc_outgoing *outgoing);
+bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming);
+
+/* Give up a request of a blocking call; false: it has ended. */
+bool pc_messages_give_up(struct pc_request *request);
+/* Wait for the request of a blocking call, which is let go; what takes long goes on in Python. */
+PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint64_t timeout_ns);
+/* The same for a receive and a send at the same time; if one fails, the other is given up. */
+PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received,
+                                  struct pc_request *sent, uint64_t timeout_ns);
+
+/* both_type.c: a request of a type that derives from `_core.Both`; NULL with an exception. */
+PyObject *pc_both_new(PyObject *type, struct pc_request *received, struct pc_request *sent);
+bool pc_is_both_type(PyObject *type);
+/* The requests it is made of, borrowed; false: it is none. */
+bool pc_both_parts(PyObject *object, struct pc_request **received, struct pc_request **sent);
+/* Whether both have ended. */
+bool pc_both_is_done(PyObject *object);
+/* NULL with an exception. */
+PyObject *pc_both_result(PyObject *object);
+/* The method `wait`. */
+PyObject *pc_both_wait_method(PyObject *object, PyObject *const *args, Py_ssize_t count,
+                              PyObject *keywords);
+
+#endif

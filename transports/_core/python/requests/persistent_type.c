@@ -1,0 +1,154 @@
+/* `_core.Persistent`: a call that is started again and again. Each start is a request of its
+   own. */
+#include "python/collectives/collective.h"
+#include "messages.h"
+
+#include "python/arguments/arrays.h"
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *begin, *args, *keywords; /* what starts the call, which returns its request */
+    PyObject *last;                    /* the last one; NULL: none was started */
+} pc_persistent;
+
+static PyTypeObject *persistent_type;
+
+/* Of what the core has not begun Python knows that. */
+static bool is_done_in_core(PyObject *request) {
+    if (PyObject_TypeCheck(request, pc_request_type))
+        return pc_request_is_done((struct pc_request *)request);
+    struct pc_request *received, *sent;
+    if (pc_both_parts(request, &received, &sent))
+        return pc_both_is_done(request);
+    pc_engine_object *engine;
+    return pc_is_collective(request) && pc_op_is_done(pc_collective_op(request, &engine));
+}
+
+static PyObject *persistent_bind(pc_persistent *self, PyObject *args) {
+    PyObject *begin, *given, *keywords;
+    if (!PyArg_ParseTuple(args, "OO!O!", &begin, &PyTuple_Type, &given, &PyDict_Type, &keywords))
+        return NULL;
+    if (self->begin != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "it is bound");
+        return NULL;
+    }
+    self->begin = Py_NewRef(begin);
+    self->args = Py_NewRef(given);
+    self->keywords = Py_NewRef(keywords);
+    Py_RETURN_NONE;
+}
+
+static PyObject *persistent_start(pc_persistent *self, PyObject *unused) {
+    (void)unused;
+    if (self->begin == NULL || (self->last != NULL && !is_done_in_core(self->last)))
+        return PyObject_CallMethod((PyObject *)self, "_start", NULL);
+    PyObject *made = PyObject_Call(self->begin, self->args, self->keywords), *before = self->last;
+    if (made == NULL)
+        return NULL;
+    self->last = made;
+    Py_XDECREF(before);
+    return Py_NewRef((PyObject *)self);
+}
+
+static PyObject *persistent_wait(pc_persistent *self, PyObject *const *args, Py_ssize_t count,
+                                 PyObject *keywords) {
+    PyObject *last = Py_XNewRef(self->last), *result;
+    struct pc_request *received, *sent;
+    if (last != NULL && PyObject_TypeCheck(last, pc_request_type)) {
+        result = pc_request_wait_method((struct pc_request *)last, args, count, keywords);
+    } else if (last != NULL && pc_both_parts(last, &received, &sent)) {
+        result = pc_both_wait_method(last, args, count, keywords);
+    } else if (last != NULL && pc_is_collective(last)) {
+        result = pc_collective_wait_method((struct pc_started *)last, args, count, keywords);
+    } else {
+        PyObject *slow = PyObject_GetAttrString((PyObject *)self, "_wait");
+        result = slow != NULL ? pc_call_slow(slow, args, count, keywords) : NULL;
+        Py_XDECREF(slow);
+    }
+    Py_XDECREF(last);
+    return result;
+}
+
+static PyObject *persistent_last(pc_persistent *self, void *unused) {
+    (void)unused;
+    return Py_NewRef(self->last != NULL ? self->last : Py_None);
+}
+
+static int persistent_set_last(pc_persistent *self, PyObject *last, void *unused) {
+    (void)unused;
+    PyObject *before = self->last;
+    self->last = Py_XNewRef(last);
+    Py_XDECREF(before);
+    return 0;
+}
+
+PyObject *pc_persistent_last(PyObject *object) {
+    return PyObject_TypeCheck(object, persistent_type) ? ((pc_persistent *)object)->last : NULL;
+}
+
+static PyObject *persistent_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
+    (void)args, (void)keywords;
+    return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+}
+
+static int persistent_traverse(pc_persistent *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->begin);
+    Py_VISIT(self->args);
+    Py_VISIT(self->keywords);
+    Py_VISIT(self->last);
+    return 0;
+}
+
+static int persistent_clear(pc_persistent *self) {
+    Py_CLEAR(self->begin);
+    Py_CLEAR(self->args);
+    Py_CLEAR(self->keywords);
+    Py_CLEAR(self->last);
+    return 0;
+}
+
+static void persistent_dealloc(pc_persistent *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    persistent_clear(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef persistent_methods[] = {
+    {"_bind", (PyCFunction)persistent_bind, METH_VARARGS,
+     "_bind(begin, args, keywords): what starts the call."},
+    {"start", (PyCFunction)persistent_start, METH_NOARGS,
+     "Start the call. See pycoll.PersistentRequest.start."},
+    {"wait", (PyCFunction)(void (*)(void))persistent_wait, METH_FASTCALL | METH_KEYWORDS,
+     "wait($self, timeout=None)\n--\n\nReturn the result, when the call is done. See "
+     "pycoll.Request.wait."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef persistent_values[] = {
+    {"_in_core", (getter)persistent_last, (setter)persistent_set_last,
+     "The request of the last start; or None.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot persistent_slots[] = {
+    {Py_tp_new, persistent_new},
+    {Py_tp_dealloc, persistent_dealloc},
+    {Py_tp_traverse, persistent_traverse},
+    {Py_tp_clear, persistent_clear},
+    {Py_tp_methods, persistent_methods},
+    {Py_tp_getset, persistent_values},
+    {Py_tp_doc, "A call that is started again and again."},
+    {0, NULL},
+};
+
+PyType_Spec pc_persistent_spec = {
+    .name = "pycoll._transports._core.Persistent",
+    .basicsize = sizeof(pc_persistent),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = persistent_slots,
+};
+
+void pc_persistent_type(PyTypeObject *type) { persistent_type = type; }
