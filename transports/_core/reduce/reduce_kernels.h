@@ -34,6 +34,7 @@ typedef pc_reduce_fn pc_reduce_table[PC_OPS][PC_DTYPES];
 enum pc_conversion { PC_WIDEN, PC_NARROW, PC_CONVERSIONS };
 typedef void (*pc_convert_fn)(void *out, const void *in, size_t count);
 typedef pc_convert_fn pc_convert_table[PC_CONVERSIONS][PC_DTYPES];
+pc_convert_fn pc_convert_find(bool narrows, int dtype); /* the best for this processor */
 
 /* What is compiled for each level of processor. */
 struct pc_kernels {
