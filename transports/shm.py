@@ -4,8 +4,8 @@ All of them map one memory file, which the launcher has made. For each ordered p
 holds a ring of small messages, and for each rank a heap for payloads that do not fit into rings.
 Large payloads are copied once, from the sender's memory to the receiver's, where the kernel lets
 one process read another's (process_vm_readv); both sides copy, in pieces. Where it does not, they
-go through the heap in fragments. All this is in the compiled core, `_core/channel/channel.h`; here the
-memory is found.
+go through the heap in fragments. All this is in the compiled core, `_core/channel/channel.h`; here
+the memory is found.
 
 A rank that is about to sleep says so in the memory; who has something for it then rings its
 doorbell, an eventfd. Ranks that are awake find what comes without any system call.

@@ -1,9 +1,9 @@
 """Combining two arrays with NumPy: operators, dtypes and memory that the compiled core cannot take.
 
-The bits are the core's (transports/_core/reduce/reduce.h), which NumPy alone does not promise: which of
-two NaN or of two zeros it returns, and how it rounds complex products, depends on its version, the
-processor, and where in an array an element stands. As in the core, the thread's floating-point
-environment changes nothing.
+The bits are the core's (transports/_core/reduce/reduce.h), which NumPy alone does not promise:
+which of two NaN or of two zeros it returns, and how it rounds complex products, depends on its
+version, the processor, and where in an array an element stands. As in the core, the thread's
+floating-point environment changes nothing.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ _FIRST = struct.Struct("<QQ")
 _NOTHING, _LARGE_BLOCKS, _LONG_HEADS = range(3)
 
 
-# `heard` is what the others have said, if the first round is done (_core/python/exchange/uneven.c); else None.
+# `heard` is what the others have said, if the first round is done
+# (_core/python/exchange/uneven.c); else None.
 
 
 def gatherv(

@@ -1,9 +1,9 @@
 """The reductions on a GPU, as text that NVRTC compiles: one kernel for operator, dtype and ranks.
 
-The bits are those of the core (`_core/reduce/reduce.h` says which): operands combine from left to right,
-16-bit floats in float32, rounded once. A GPU makes every NaN the same one; here the left operand's
-is kept, as processors do: the text looks at each result that is NaN. It is C as well as CUDA, so
-that the tests compile it for the processor, too.
+The bits are those of the core (`_core/reduce/reduce.h` says which): operands combine from left to
+right, 16-bit floats in float32, rounded once. A GPU makes every NaN the same one; here the left
+operand's is kept, as processors do: the text looks at each result that is NaN. It is C as well as
+CUDA, so that the tests compile it for the processor, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """NumPy arrays in memory that all ranks of a host have mapped.
 
 Ranks exchange such arrays by copying them themselves, without the kernel. The memory, an arena for
-each rank, is a part of its host's memory file (transports/_core/host/arena.c); it comes to arrays as
-NumPy's allocator (transports/_core/python/host/array_memory.c).
+each rank, is a part of its host's memory file (transports/_core/host/arena.c); it comes to arrays
+as NumPy's allocator (transports/_core/python/host/array_memory.c).
 """
 
 from __future__ import annotations

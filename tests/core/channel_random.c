@@ -1,4 +1,4 @@
-/* Random calls of ranks that are joined by channels (transports/_core/channel/channel.h), over the memory
+/* Random calls of ranks that are joined by channels (transports/_core/channel), over the memory
    of one host (host.h): all in one thread, so that a seed always does the same.
 
        channel_random WORLDS SEED

@@ -1,5 +1,5 @@
-/* Feeds bytes of a stranger's choice to a link over TCP (transports/_core/tcp/tcp_read.c), and looks
-   for new inputs by coverage.
+/* Feeds bytes of a stranger's choice to a link over TCP (transports/_core/tcp), and looks for new
+   inputs by coverage.
 
        tcp_fuzz INPUT...                     run each input once
        tcp_fuzz --fuzz SECONDS SEED FOLDER   change the inputs of the folder at random; keep those
