@@ -1,17 +1,17 @@
 """The agent of a host whose ranks another launcher has started: they come to it (`agent_socket`).
 
 `python -m pycoll._launcher.adopting FD SIZE DEADLINE`, which a rank starts (`entering`): FD listens
-at the door, standard input has the ticket. It goes on in the background, and ends when its ranks
-have. Beside what an agent says (`agent`):
+for the ranks' connections, standard input has the ticket. It goes on in the background, and ends
+when its ranks have. Beside what an agent says (`agent`):
 
     the meeting says               this answers, or does
     start {environment}            hands the ranks their links and the host's memory; started
     missing ranks                  tells the ranks that wait here which have not come
-    turn_away number, why          tells that visitor, who may not come in; -1: all who wait
+    turn_away number, why          tells that rank that it may not join; -1: all that wait
 
     this says
-    came number, rank, size, pid   who has come to the door
-    went number                    that one has gone before it had been let in
+    came number, rank, size, pid   a rank has connected
+    went number                    it has gone before it was let in
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _FIRST_S = 10.0  # for the first rank to come to the door
 _REFUSE_S, _REFUSE_MAX_S = 0.1, 10.0
 
 
-class _Visitor:
-    """Who has come to the door."""
+class _Joiner:
+    """A rank that has connected and waits to be let in."""
 
     def __init__(self, number: int, connection: socket.socket, pid: int) -> None:
         self.number, self.connection, self.pid = number, connection, pid
@@ -64,7 +64,7 @@ class AdoptedHost:
 
     Args:
         places: where its ranks are, by rank.
-        visitors: the ranks, who wait to be let in.
+        joiners: its connections with the ranks, which wait to be let in, by rank.
         selector: the owner's; the data of a key is a function to call when it is ready.
         events: hears what happens.
         open_link: makes a link for a rank; returns the descriptor that it gets.
@@ -74,13 +74,13 @@ class AdoptedHost:
     def __init__(
         self,
         places: Mapping[int, HostPlacement],
-        visitors: Mapping[int, _Visitor],
+        joiners: Mapping[int, _Joiner],
         selector: selectors.BaseSelector,
         events: Events,
         open_link: Callable[[], int],
         stack: contextlib.ExitStack,
     ) -> None:
-        self._places, self._visitors = places, visitors
+        self._places, self._joiners = places, joiners
         self._selector, self._events, self._open_link = selector, events, open_link
         self._cores = usable_cores()
         self._memory = JobMemory(places, self._cores)
@@ -91,8 +91,8 @@ class AdoptedHost:
 
     def start(self, program: RankProgram) -> None:
         """Let all ranks in."""
-        for rank, visitor in self._visitors.items():
-            self._watch(rank, visitor.pid, self._pidfds, partial(self._see_end, rank))
+        for rank, joiner in self._joiners.items():
+            self._watch(rank, joiner.pid, self._pidfds, partial(self._see_end, rank))
             memory = self._memory.of(rank)
             link = self._open_link()
             own = rank_environment(rank, self._places)
@@ -103,7 +103,7 @@ class AdoptedHost:
                 "cores": self._cores,
             }
             try:
-                agent_socket.send(visitor.connection, message, [link, *memory.descriptors])
+                agent_socket.send(joiner.connection, message, [link, *memory.descriptors])
             except OSError as exc:
                 if exc.errno not in _GONE:  # that it has ended is seen
                     raise
@@ -116,7 +116,7 @@ class AdoptedHost:
 
     def watch_joined(self, rank: int, pid: int) -> None:
         """See `host.Host`."""
-        if pid != self._visitors[rank].pid and rank not in self._joined:
+        if pid != self._joiners[rank].pid and rank not in self._joined:
             self._watch(rank, pid, self._joined, partial(self._see_lost, rank))
 
     def doing(self, rank: int) -> str:
@@ -199,8 +199,8 @@ class AdoptingAgent(Agent):
     ) -> None:
         super().__init__(selector, open_line, "rank")
         self._door = door
-        self._visitors: dict[int, _Visitor] = {}
-        self._num_visitors = 0
+        self._joiners: dict[int, _Joiner] = {}
+        self._num_joiners = 0
         self._have_entered = False
         self._empty_since = time.monotonic()
         door.setblocking(False)
@@ -209,26 +209,26 @@ class AdoptingAgent(Agent):
 
     def _hear(self, kind: str, fields: list[Any]) -> None:
         if kind == "missing":
-            for visitor in self._visitors.values():
+            for joiner in self._joiners.values():
                 with contextlib.suppress(OSError):
-                    agent_socket.send_if_ready(visitor.connection, {"missing": fields[0]})
+                    agent_socket.send_if_ready(joiner.connection, {"missing": fields[0]})
         elif kind == "turn_away":
             number, why = fields
-            found = [v for v in self._visitors.values() if number in (-1, v.number)]
+            found = [v for v in self._joiners.values() if number in (-1, v.number)]
             self._tell(found, {"refused": why})
-            for visitor in found:
-                self._forget(visitor)
+            for joiner in found:
+                self._forget(joiner)
         else:
             super()._hear(kind, fields)
 
     def _lose(self, why: str) -> None:
         text = "the meeting process of rank 0 has ended, by which the ranks of this job meet"
-        self._tell(self._visitors.values(), {"refused": text})
+        self._tell(self._joiners.values(), {"refused": text})
 
     def _is_alone(self) -> bool:
-        if self._have_entered or self._visitors:
+        if self._have_entered or self._joiners:
             return False
-        if time.monotonic() <= self._empty_since + (0 if self._num_visitors else _FIRST_S):
+        if time.monotonic() <= self._empty_since + (0 if self._num_joiners else _FIRST_S):
             return False
         self._line.send("over")
         return True
@@ -237,7 +237,7 @@ class AdoptingAgent(Agent):
         self, job: str, places: Mapping[int, HostPlacement], open_link: Callable[[], int]
     ) -> OwnHost:
         # Of two that say they are one rank, the first was let in.
-        ranks = {visitor.rank: visitor for visitor in reversed(self._visitors.values())}
+        ranks = {joiner.rank: joiner for joiner in reversed(self._joiners.values())}
         mine = {rank: ranks[rank] for rank in places if rank in ranks}
         return AdoptedHost(places, mine, self._selector, self, open_link, self._stack)
 
@@ -254,8 +254,8 @@ class AdoptingAgent(Agent):
         self._have_entered = True
         self._host.start(RankProgram(argv, environment))
         self._line.send("started")
-        for visitor in list(self._visitors.values()):
-            self._forget(visitor)
+        for joiner in list(self._joiners.values()):
+            self._forget(joiner)
 
     # The door.
 
@@ -273,36 +273,36 @@ class AdoptingAgent(Agent):
             with connection, contextlib.suppress(OSError):
                 agent_socket.send(connection, {"refused": why})
             return
-        visitor = _Visitor(self._num_visitors, connection, pid)
-        self._num_visitors += 1
-        self._visitors[visitor.number] = visitor
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._listen(visitor))
+        joiner = _Joiner(self._num_joiners, connection, pid)
+        self._num_joiners += 1
+        self._joiners[joiner.number] = joiner
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._listen(joiner))
 
-    def _listen(self, visitor: _Visitor) -> None:
+    def _listen(self, joiner: _Joiner) -> None:
         try:
-            message = visitor.reader.read()
+            message = joiner.reader.read()
             if message is not None:
-                visitor.rank = message["rank"]
+                joiner.rank = message["rank"]
                 size = message["size"]
-                self._line.send("came", visitor.number, visitor.rank, size, visitor.pid)
+                self._line.send("came", joiner.number, joiner.rank, size, joiner.pid)
         except (EOFError, KeyError, TypeError):
-            self._forget(visitor)
-            self._line.send("went", visitor.number)
+            self._forget(joiner)
+            self._line.send("went", joiner.number)
 
-    def _tell(self, visitors: Iterable[_Visitor], message: dict[str, Any]) -> None:
-        for visitor in visitors:
+    def _tell(self, joiners: Iterable[_Joiner], message: dict[str, Any]) -> None:
+        for joiner in joiners:
             with contextlib.suppress(OSError):
-                agent_socket.send(visitor.connection, message)
+                agent_socket.send(joiner.connection, message)
 
-    def _forget(self, visitor: _Visitor) -> None:
-        if self._visitors.pop(visitor.number, None) is not None:
-            self._selector.unregister(visitor.connection)
-            visitor.connection.close()
+    def _forget(self, joiner: _Joiner) -> None:
+        if self._joiners.pop(joiner.number, None) is not None:
+            self._selector.unregister(joiner.connection)
+            joiner.connection.close()
             self._empty_since = time.monotonic()
 
     def _close_door(self) -> None:
-        for visitor in list(self._visitors.values()):
-            self._forget(visitor)
+        for joiner in list(self._joiners.values()):
+            self._forget(joiner)
         self._selector.unregister(self._door)
         self._door.close()
 

@@ -80,7 +80,7 @@ def serve(
     whom: str,
     node: int,
     wait_s: float,
-    leash: int = -1,
+    parent_fd: int = -1,
     inherited: Sequence[int] = (),
     command: Sequence[str] = (),
 ) -> int:
@@ -91,7 +91,8 @@ def serve(
         whom: what to call it in errors.
         node: the number of this host.
         wait_s: how long to try to reach it.
-        leash: a descriptor: when it can be read, this ends; -1: none.
+        parent_fd: a pipe from the process that started this: when it can be read, that process is
+            gone, and this ends; -1: none.
         inherited, command: see `CallingAgent`.
 
     Returns:
@@ -100,17 +101,17 @@ def serve(
     Raises:
         BootstrapError: the launcher was not reached, or has no place for this host.
     """
-    leashes = [] if leash < 0 else [leash]
+    watched = [] if parent_fd < 0 else [parent_fd]
     for_ranks: list[int] = []
     with selectors.DefaultSelector() as selector, caught_signals(selector, for_ranks) as signals:
         deadline = time.monotonic() + wait_s
-        link = reach(ticket, whom, _MAX_RANKS, deadline, leashes, signals)
+        link = reach(ticket, whom, _MAX_RANKS, deadline, watched, signals)
 
         def open_line(hear: Hear, lost: Callable[[str], None]) -> Line:
             return LinkLine(link, selector, hear, lost)
 
         agent = CallingAgent(selector, open_line, node, inherited, command, for_ranks)
-        for each in leashes:
+        for each in watched:
             selector.register(each, selectors.EVENT_READ, lambda: signals.append(signal.SIGHUP))
         status = agent.run(signals)
     if agent.refusal:
@@ -124,9 +125,9 @@ def main(node: str, descriptors: str, *command: str) -> int:
     inherited = [int(number) for number in descriptors.split(",")]
     for number in inherited:
         os.set_inheritable(number, False)
-    leash = sys.stdin.fileno()
+    parent_fd = sys.stdin.fileno()
     try:
-        return serve(ticket, "the launcher", int(node), WAIT_S, leash, inherited, command)
+        return serve(ticket, "the launcher", int(node), WAIT_S, parent_fd, inherited, command)
     except BootstrapError as exc:
         with contextlib.suppress(OSError):
             print(f"pycoll: node {node}: {exc}", file=sys.stderr, flush=True)

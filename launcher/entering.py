@@ -52,21 +52,21 @@ def meeting(
     deadline = began + timeout
     numbers = map(str, (size, port, began + _PART * timeout, int(until_left)))
     command = [sys.executable, "-P", "-m", "pycoll._launcher.meeting", *numbers]
-    for ended in [one for one in _meetings if ready([one.told], 0)]:
+    for ended in [one for one in _meetings if ready([one.output], 0)]:
         with contextlib.suppress(ValueError):  # another thread has forgotten it
             _meetings.remove(ended)
-            ended.told.close()
+            ended.output.close()
     process = _start(command, (), subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
-    told = process.stdout
-    with process.stdin as leash, contextlib.ExitStack() as stack:
-        stack.callback(told.close)
+    output = process.stdout
+    with process.stdin as pipe, contextlib.ExitStack() as stack:
+        stack.callback(output.close)
         with contextlib.suppress(BrokenPipeError):
-            leash.write(key.hex().encode() + b"\n")
-            leash.flush()
-        in_time = bool(ready([told], timeout))
-        words = told.readline().decode().split() if in_time else []
+            pipe.write(key.hex().encode() + b"\n")
+            pipe.flush()
+        in_time = bool(ready([output], timeout))
+        words = output.readline().decode().split() if in_time else []
         in_time = _has_started(process, deadline) and in_time
         if not words or words[0] != "port":
             late = f"its process has not started within {timeout:g} s"
@@ -74,18 +74,18 @@ def meeting(
             raise BootstrapError(f"rank 0 cannot let the ranks of this job meet: {why}")
         yield Ticket(key, int(words[1]), words[2].split(",") if len(words) > 2 else [])
         stack.pop_all()
-        _meetings.append(_Meeting(told, until_left))
+        _meetings.append(_Meeting(output, until_left))
 
 
 class _Meeting(NamedTuple):
     """A meeting that this process, as rank 0, has started.
 
     Attributes:
-        told: what it says; its end is all that comes, when the others are gone.
+        output: what it says; its end is all that comes, when the others are gone.
         until_left: see `meeting`.
     """
 
-    told: IO[bytes]
+    output: IO[bytes]
     until_left: bool
 
 
@@ -104,12 +104,12 @@ def wait_for_others() -> None:
     # for their ends would be to wait for oneself.
     waits = not mpi_board.is_running()
     deadline = time.monotonic() + _OUTLAST_S
-    for told, until_left in _meetings:
+    for output, until_left in _meetings:
         if waits and until_left:
-            ready([told], deadline - time.monotonic())
+            ready([output], deadline - time.monotonic())
         elif waits:
-            told.read()
-        told.close()
+            output.read()
+        output.close()
     _meetings.clear()
 
 

@@ -77,7 +77,7 @@ class Meeting:
         )
         self._agents: dict[Caller, tuple[RemoteHost, CallerLine]] = {}
         self._of: dict[int, RemoteHost] = {}  # by rank, who has come
-        self._visitors: dict[tuple[RemoteHost, int], int] = {}  # host and number at its door: rank
+        self._joiners: dict[tuple[RemoteHost, int], int] = {}  # host and number there: rank
         self._hosts: list[RemoteHost] = []  # in the order of their numbers, once all have come
         self._ways: host_routes.HostRoutes | None = None
         self._num_opened = 0
@@ -91,11 +91,18 @@ class Meeting:
         self._plan: dict[int, float] = {}  # signals for the ranks, and when to send them
         self._why = ""  # there will be no meeting
 
-    def run(self, leash: int) -> int:
-        """Serve until all ranks have ended, or there will be no meeting."""
+    def run(self, parent_fd: int) -> int:
+        """Serve until all ranks have ended, or there will be no meeting.
+
+        Args:
+            parent_fd: a pipe from rank 0, which has started this: it can be read when rank 0 has
+                come in or is gone.
+        """
         with self._stack:
             signals = self._stack.enter_context(caught_signals(self._selector))
-            self._selector.register(leash, selectors.EVENT_READ, lambda: self._slip(leash))
+            self._selector.register(
+                parent_fd, selectors.EVENT_READ, lambda: self._detach_from_parent(parent_fd)
+            )
             self._selector.register(self._router.fileno(), selectors.EVENT_READ, self._hear)
             self._selector.register(self._server.fileno(), selectors.EVENT_READ, _nothing)
             self._dismiss()  # where it is alone
@@ -159,9 +166,9 @@ class Meeting:
             self._aborter = rank
             self._abort(time.monotonic() + _ABORT_S)
 
-    def _slip(self, leash: int) -> None:
+    def _detach_from_parent(self, parent_fd: int) -> None:
         """Rank 0 has come in, or given up."""
-        self._selector.unregister(leash)
+        self._selector.unregister(parent_fd)
         if not self._hosts:
             self._give_up(0)
 
@@ -191,12 +198,12 @@ class Meeting:
         if why:
             return host.line.send("turn_away", number, why)
         self._of[rank] = host
-        self._visitors[host, number] = rank
+        self._joiners[host, number] = rank
         if len(self._of) == self._size:
             self._open()
 
     def _go(self, host: RemoteHost, number: int) -> None:
-        rank = self._visitors.get((host, number))
+        rank = self._joiners.get((host, number))
         if rank is not None and not self._have_started:
             self._give_up(rank)
 

@@ -103,7 +103,7 @@ def reach(
     whom: str,
     size: int,
     deadline: float,
-    leashes: Sequence[int],
+    watched: Sequence[int],
     signals: Sequence[int],
 ) -> Connection:
     """Connect to the other end, at whichever of its addresses works; it may not be there yet.
@@ -113,7 +113,7 @@ def reach(
         whom: its name, for errors.
         size: number of ranks, at most.
         deadline: how long to try, of time.monotonic().
-        leashes: descriptors; when one can be read, nobody wants it any more.
+        watched: descriptors; when one can be read, nobody wants it any more.
         signals: when one has come, neither.
 
     Raises:
@@ -128,7 +128,7 @@ def reach(
         if not (is_short and failures):
             failures = found
         pause = min(_PAUSE_S, deadline - time.monotonic())
-        if pause <= 0 or signals or ready(leashes, pause):
+        if pause <= 0 or signals or ready(watched, pause):
             why = "; ".join(failures)
             raise BootstrapError(f"{socket.gethostname()} cannot reach {whom}: {why}")
 

@@ -47,10 +47,10 @@ Status = MpiStatus
 class MpiComm(Hinting, shown_as="Comm"):
     """A communicator of pycoll with those methods of mpi4py's that such libraries call.
 
-    It is another face of `comm`: both may be used, and a message sent by one is received by the
-    other. Values travel as with `comm`, and errors are those of `comm`. If `mpi4py.MPI` is imported
-    in this process, `source`, `dest` and `tag` are read as its constants ANY_SOURCE, ANY_TAG and
-    PROC_NULL, whose values differ from MPI to MPI; `status` may be its Status.
+    It is another interface to `comm`: both may be used, and a message sent by one is received by
+    the other. Values travel as with `comm`, and errors are those of `comm`. If `mpi4py.MPI` is
+    imported in this process, `source`, `dest` and `tag` are read as its constants ANY_SOURCE,
+    ANY_TAG and PROC_NULL, whose values differ from MPI to MPI; `status` may be its Status.
 
     Args:
         comm: the communicator, as `pycoll.init` returns it.

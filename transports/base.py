@@ -141,10 +141,10 @@ class Operation:
         return False
 
     def awaited(self) -> Collection[int]:
-        """Return ranks of which one must call something before this can be done.
+        """Return the ranks that it waits for.
 
-        Of a schedule, each of them must enter the call. Empty: that is not known, or they have done
-        all that they must.
+        A schedule waits until all of them have entered the call, anything else until one has called
+        what it must. Empty: unknown, or there is none.
         """
         return ()
 

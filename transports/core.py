@@ -71,17 +71,17 @@ class LinkMemory(NamedTuple):
 class CoreSend(Transfer):
     """A message that is under way."""
 
-    __slots__ = ("face", "peer", "transport")
+    __slots__ = ("handle", "peer", "transport")
 
-    def __init__(self, transport: CoreTransport, peer: int, face: Send) -> None:
+    def __init__(self, transport: CoreTransport, peer: int, handle: Send) -> None:
         super().__init__()
         self.transport = transport
         self.peer = peer
-        self.face = face
+        self.handle = handle
 
     @property
     def committed(self) -> bool:
-        return not self.done and not self.face.stop()
+        return not self.done and not self.handle.stop()
 
     def awaited(self) -> Collection[int]:
         return (self.peer,)
@@ -92,8 +92,8 @@ class CoreSend(Transfer):
 
     def cancel(self) -> None:
         super().cancel()
-        self.transport.disown(self.face)
-        self.face.take_back()
+        self.transport.disown(self.handle)
+        self.handle.take_back()
 
 
 class CoreReceive(Transfer):
@@ -104,12 +104,12 @@ class CoreReceive(Transfer):
             that.
     """
 
-    __slots__ = ("face", "reach", "transport")
+    __slots__ = ("handle", "reach", "transport")
 
-    def __init__(self, transport: CoreTransport, face: Receive, reach: Reach | None) -> None:
+    def __init__(self, transport: CoreTransport, handle: Receive, reach: Reach | None) -> None:
         super().__init__()
         self.transport = transport
-        self.face = face
+        self.handle = handle
         self.reach = reach
 
     def ended(self, status: int) -> None:
@@ -121,12 +121,12 @@ class CoreReceive(Transfer):
 
     def cancel(self) -> None:
         super().cancel()
-        self.transport.disown(self.face)
-        self.face.drop()
+        self.transport.disown(self.handle)
+        self.handle.drop()
 
     def redirect(self, into: memoryview) -> None:
-        is_here = self.face.state == OVER
-        self.face.redirect(into)
+        is_here = self.handle.state == OVER
+        self.handle.redirect(into)
         reach, self.reach = self.reach, None
         if is_here and reach is not None and reach.is_open and not reach.is_in_buffer:
             reach.elsewhere.read(into)  # while it was on its way, its transport has seen to that
@@ -135,43 +135,43 @@ class CoreReceive(Transfer):
 class CoreArrival(Arrival):
     """A message that has come, and that a receive of the core holds."""
 
-    __slots__ = ("_reach", "face", "on_withdrawal", "transport")
+    __slots__ = ("_reach", "handle", "on_withdrawal", "transport")
 
     def __init__(
-        self, transport: CoreTransport, face: Receive, on_withdrawal: Callable[[Arrival], object]
+        self, transport: CoreTransport, handle: Receive, on_withdrawal: Callable[[Arrival], object]
     ) -> None:
-        super().__init__(face.peer, face.header, face.nbytes, face.payload)
+        super().__init__(handle.peer, handle.header, handle.nbytes, handle.payload)
         self.transport = transport
-        self.face = face
+        self.handle = handle
         self.on_withdrawal = on_withdrawal
         self._reach: Reach | None = None
 
     @property
     def sender_waits(self) -> bool:
-        return self.face.sender_waits
+        return self.handle.sender_waits
 
     def accept(self, into: memoryview) -> Transfer:
-        transfer = CoreReceive(self.transport, self.face, self._reach)
+        transfer = CoreReceive(self.transport, self.handle, self._reach)
         self.payload = None
-        status = self.face.into(into)
+        status = self.handle.into(into)
         if status is None:
-            self.transport.own(self.face, transfer)
+            self.transport.own(self.handle, transfer)
         else:
-            self.transport.disown(self.face)
+            self.transport.disown(self.handle)
             transfer.finish(self.transport.error_of(status))
         return transfer
 
     def release(self) -> None:
         self.payload = None
-        self.transport.disown(self.face)
-        self.face.drop()
+        self.transport.disown(self.handle)
+        self.handle.drop()
 
     def read_there(self) -> None:
-        self.face.count()
+        self.handle.count()
         self.release()
 
     def reach(self, into: memoryview, elsewhere: Elsewhere) -> Reach | None:
-        arrival = self.transport.outside.arrival(self.face.link_id)
+        arrival = self.transport.outside.arrival(self.handle.link_id)
         self._reach = arrival.reach(into, elsewhere) if arrival is not None else None
         return self._reach
 
@@ -321,19 +321,19 @@ class CoreTransport(Transport):
 
     # --- what happens ----------------------------------------------------------------------
 
-    def own(self, face: Send | Receive, owner: Any) -> None:
+    def own(self, handle: Send | Receive, owner: Any) -> None:
         """Have `owner.ended(status)` called when that has ended, and `owner.held()` before."""
-        self._owners[face] = owner
+        self._owners[handle] = owner
 
-    def disown(self, face: Send | Receive) -> None:
+    def disown(self, handle: Send | Receive) -> None:
         """Tell nobody any more."""
-        self._owners.pop(face, None)
+        self._owners.pop(handle, None)
 
-    def arrival_of(self, face: Receive) -> CoreArrival:
+    def arrival_of(self, handle: Receive) -> CoreArrival:
         """Return the message that a receive holds."""
         assert self._handler is not None
-        arrival = CoreArrival(self, face, self._handler.withdrawn)
-        self.own(face, arrival)
+        arrival = CoreArrival(self, handle, self._handler.withdrawn)
+        self.own(handle, arrival)
         return arrival
 
     def progress(self) -> bool:

@@ -217,11 +217,11 @@ class CoreRun(Operation):
 
     def _read_by_ipc(self, segment: Segment, position: int, chunks: Sequence[int]) -> None:
         """Receive a message that is offered."""
-        face = self._core.take(segment.number, position)
-        if face is None:
+        handle = self._core.take(segment.number, position)
+        if handle is None:
             return
         group = self._group
-        arrival = group.engine.transport.arrival_of(face)
+        arrival = group.engine.transport.arrival_of(handle)
         try:
             segment.check_length(arrival.peer, arrival.nbytes, chunks)
             views = [segment.destination(chunk) for chunk in chunks]

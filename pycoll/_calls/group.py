@@ -115,7 +115,7 @@ class Group:
         from pycoll._calls.shared_memory import ShmComm
 
         self.context.shm = shm = ShmComm(self.engine, self.context, shared)
-        shm.core.asks = self.may_be_on_gpus
+        shm.core.may_use_gpus = self.may_be_on_gpus
         return shm
 
     @property

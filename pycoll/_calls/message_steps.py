@@ -293,14 +293,14 @@ def probe_now(group: Group, source: int, tag: int) -> CallSteps:
 def matched_probe(group: Group, source: int, tag: int) -> CallSteps:
     """Wait for a message, and take it out of the queue; returns (its Status, it)."""
     world = source if source == ANY else group.members[source]
-    message = yield from _matched(group.context.match(world, tag, for_handle=True))
+    message = yield from _matched(group.context.match(world, tag, for_message=True))
     return _held(group, message)
 
 
 def matched_probe_now(group: Group, source: int, tag: int) -> CallSteps:
     """The same with a message that is here; None if there is none."""
     world = source if source == ANY else group.members[source]
-    match = group.context.match(world, tag, for_handle=True)
+    match = group.context.match(world, tag, for_message=True)
     if not match.done:
         match.cancel()
         return None

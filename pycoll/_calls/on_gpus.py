@@ -47,7 +47,7 @@ _GATHERING = Choice("bruck")
 """How ranks tell each other by messages: all_gather of some hundred bytes."""
 
 
-def asks(
+def applies(
     group: Group,
     collective: str,
     op: Op,
@@ -56,7 +56,7 @@ def asks(
     forced: str | None,
     choice: Choice,
 ) -> bool:
-    """Whether a call asks; the same on all ranks.
+    """Whether the ranks vote on whether a call runs on GPUs; the same on all ranks.
 
     Args:
         group: the communicator's ranks.
@@ -80,7 +80,7 @@ def asks(
 def prepare(
     group: Group, collective: str, op: Op, x: Value, target: Target | None, root: int
 ) -> Reduction | None:
-    """Return what this rank could do on its GPU in a call that asks; None: nothing."""
+    """Return what this rank could do on its GPU in a call on which ranks vote; None: nothing."""
     if x.stage is None or group.context.stays_off_gpus:
         return None
     if os.environ.get(cuda_ipc.VARIABLE) == "0":  # set since the ranks met
@@ -126,7 +126,7 @@ def _bytes_value(data: bytes) -> Value:
 
 
 def by_messages(group: Group, call: bytes, plan: ArrayPlan) -> CallSteps:
-    """Run a call that asks, by messages: on GPUs, or as its schedule says."""
+    """Run a call on which ranks vote, by messages: on GPUs, or as its schedule says."""
     number = group.context.begin(call)
     is_done = False
     if plan.reduction is None:

@@ -154,12 +154,12 @@ class Reductions(Preparing):
         """Prepare a collective that combines arrays; `forced`: the caller's algorithm, or None."""
         is_all_reduce = collective == "all_reduce"
         nbytes = value.array.nbytes // (1 if collective != "reduce_scatter" else self._group.size)
-        asks = on_gpus.asks(self._group, collective, op, value, nbytes, forced, chosen)
+        may_use_gpus = on_gpus.applies(self._group, collective, op, value, nbytes, forced, chosen)
         levels = value.array.nbytes if is_all_reduce and self._may_combine(op, value) else None
         where = "" if root is None else f", root={root}"
         what = f"{collectives.type_text(value)}, {reduction_text(op, chosen)}{where}"
         reduction = None
-        if asks:
+        if may_use_gpus:
             reduction = on_gpus.prepare(self._group, collective, op, value, target, root or 0)
         return ArrayPlan(
             self._group,
@@ -172,7 +172,7 @@ class Reductions(Preparing):
             op,
             root or 0,
             in_pieces=is_all_reduce and self._in_pieces(op, value, target),
-            asks=asks,
+            may_use_gpus=may_use_gpus,
             reduction=reduction,
         )
 

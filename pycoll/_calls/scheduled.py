@@ -77,12 +77,12 @@ class ArrayPlan(CallPlan[Any]):
         root: the root, if it has one.
         offers: `x` is on a GPU, and this rank would rather offer it, by messages (CUDA IPC).
         in_pieces: it goes piece by piece between a GPU and the core.
-        asks: the ranks ask each other first whether all arrays are on GPUs (`on_gpus`).
+        may_use_gpus: the ranks vote first on whether the call runs on GPUs (`on_gpus`).
         reduction: what this rank would do then; None: its arrays are not, or must be staged.
     """
 
     __slots__ = (
-        *("asks", "choice", "collective", "in_pieces", "offers", "op", "reduction", "root"),
+        *("choice", "collective", "in_pieces", "may_use_gpus", "offers", "op", "reduction", "root"),
         *("target", "x"),
     )
 
@@ -99,7 +99,7 @@ class ArrayPlan(CallPlan[Any]):
         root: int = 0,
         offers: bool = False,
         in_pieces: bool = False,
-        asks: bool = False,
+        may_use_gpus: bool = False,
         reduction: Reduction | None = None,
     ) -> None:
         super().__init__(group, text, route)
@@ -111,7 +111,7 @@ class ArrayPlan(CallPlan[Any]):
         self.root = root
         self.offers = offers
         self.in_pieces = in_pieces
-        self.asks = asks
+        self.may_use_gpus = may_use_gpus
         self.reduction = reduction
 
     @property
@@ -127,7 +127,7 @@ class ArrayPlan(CallPlan[Any]):
 
     def bind(self) -> Bound | None:
         """Return the schedule, with its memory in `x` and the target; None: it is not there."""
-        if self.asks or wide_averages.applies(self.op, self.x.dtype):
+        if self.may_use_gpus or wide_averages.applies(self.op, self.x.dtype):
             return None
         return self._bind(self.x, self.memory)
 
@@ -137,7 +137,7 @@ class ArrayPlan(CallPlan[Any]):
 
     def steps(self, signature: bytes) -> CallSteps:
         """Run the schedule, or ask before."""
-        if self.asks:
+        if self.may_use_gpus:
             return on_gpus.by_messages(self.group, signature, self)
         bound = self.bind()
         if bound is None:

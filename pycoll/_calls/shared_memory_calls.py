@@ -63,7 +63,7 @@ def run(shm: ShmComm, plan: ArrayPlan) -> Any:
     """
     if plan.op is None:
         return move(shm, plan.collective, plan.x, plan.memory, plan.root, plan.offers)
-    if plan.asks:
+    if plan.may_use_gpus:
         if _reduce(shm, plan, wants=plan.reduction is not None):
             assert plan.reduction is not None, "it has voted for that"
             if not on_gpus.in_shared_memory(shm, plan.group, plan.reduction):

@@ -368,9 +368,8 @@ class SideStreams:
     def pick(self, again: SideStream | None = None) -> Iterator[SideStream]:
         """Give one that has nothing to do, else one that copies and does not wait.
 
-        Whoever picks before the end of the `with` gets another one, as long as there are not
-        `MAX_SIDE_STREAMS`: what is put into this one may wait for long, and is not seen in
-        `SideStream.last` yet.
+        Each `with` has a stream of its own until it ends, for a copy that is put into the stream
+        may wait for long. Beyond `MAX_SIDE_STREAMS` they are shared.
 
         Args:
             again: the one to give, which was picked before.

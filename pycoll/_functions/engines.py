@@ -160,10 +160,10 @@ def serve(
             start_new_session=True,
         )
         assert process.stdin is not None
-        with process.stdin as leash:  # however this is left, the agent ends
+        with process.stdin as pipe:  # however this is left, the agent ends
             with contextlib.suppress(BrokenPipeError):
-                leash.write(work.ticket.encode() + b"\n")
-                leash.flush()
+                pipe.write(work.ticket.encode() + b"\n")
+                pipe.flush()
             status = process.wait()
         reports = {rank: call.read_parcel(number) for rank, number in enumerate(numbers[1:])}
         found = {rank: (one.head, one.pieces) for rank, one in reports.items() if one is not None}

@@ -108,27 +108,27 @@ class CoreRequest(_core.Request, CoreStarted, shown_as="Request"):
         if self.done and self._made is not None:
             self._made.finish(self._error())
 
-    def _take_over(self, face: Receive | None, place: int) -> None:
+    def _take_over(self, handle: Receive | None, place: int) -> None:
         """Go on with a message that the core can make no value of.
 
         Args:
-            face: the receive that holds it now; None: it is still in the queue.
+            handle: the receive that holds it now; None: it is still in the queue.
             place: of this request among the receives.
         """
         engine = self._group.engine
         if engine.is_held():  # an event has said that it holds a message
-            self._receive(face, place)
+            self._receive(handle, place)
         else:
             with engine.locked():
-                self._receive(face, place)
+                self._receive(handle, place)
 
-    def _receive(self, face: Receive | None, place: int) -> None:
+    def _receive(self, handle: Receive | None, place: int) -> None:
         group, call = self._group, self._task.call
         context: Any = group.context
         _, _, peer, tag, _ = self._description
         match = None
-        if face is not None:
-            match = context.adopt(face, peer if peer == ANY else group.members[peer], tag)
+        if handle is not None:
+            match = context.adopt(handle, peer if peer == ANY else group.members[peer], tag)
         out = arguments.fillable_out(self._array)
         gpu = conversion.here() if out is None and self._gpu is None else self._gpu
         steps = message_steps.receive(group, peer, tag, out, self._filled, gpu, place, match)

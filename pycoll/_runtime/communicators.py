@@ -86,7 +86,8 @@ class Communicators(Driver):
         self._job_lost: Error | None = None  # pycoll-run is gone
         # Of what was closed: bytes that cannot be given back, where it was made, who has failed.
         self._kept: list[tuple[int, tuple[str, int], int]] = []
-        self.has_helpers = False  # in its place there are processes that ranks have started
+        # no pycoll-run: ranks have started the meeting process and the agents
+        self.under_another_launcher = False
 
     # --- communicators ---------------------------------------------------------------------
 
@@ -359,7 +360,7 @@ class Communicators(Driver):
         elif kind == "told":
             self.transport.hear(fields["rank"], fields["note"])
         elif kind == "lost":
-            if self.has_helpers:
+            if self.under_another_launcher:
                 reason = "its meeting process, or pycoll's launcher on this host, is gone"
                 self._job_lost = PeerFailed(0, reason)
             else:

@@ -126,32 +126,32 @@ class Context(Inbox):
 
     def collected(self, collecting: Collecting) -> None:
         """Say what has become of a collective's message, if that is known."""
-        face = collecting.face
-        state = face.state
-        if state == OVER and face.status == TAKEN_BACK:
-            self.transport.disown(face)  # that it has ended may still be told
-            collecting.face = face = self.core.collect(*collecting.key)
-            state = face.state
+        handle = collecting.handle
+        state = handle.state
+        if state == OVER and handle.status == TAKEN_BACK:
+            self.transport.disown(handle)  # that it has ended may still be told
+            collecting.handle = handle = self.core.collect(*collecting.key)
+            state = handle.state
         if state == POSTED:
             self._collecting[collecting.key] = collecting
-            self.transport.own(face, collecting)
+            self.transport.own(handle, collecting)
             return
         self._collecting.pop(collecting.key, None)
         if state == HOLDING:
-            arrival = CoreArrival(self.transport, face, self.withdrawn)
-            self.transport.own(face, arrival)
+            arrival = CoreArrival(self.transport, handle, self.withdrawn)
+            self.transport.own(handle, arrival)
             collecting.wanted(arrival, None)
         else:
             gone = self.gone.get(collecting.key[2])
-            error = self.broken or gone or self.transport.error_of(face.status)
+            error = self.broken or gone or self.transport.error_of(handle.status)
             collecting.wanted(None, error)
 
     def forget(self, key: Key) -> None:
         """Stop waiting for the message of that address."""
         collecting = self._collecting.pop(key, None)
         if collecting is not None:
-            self.transport.disown(collecting.face)
-            collecting.face.give_up()
+            self.transport.disown(collecting.handle)
+            collecting.handle.give_up()
 
     # --- what the engine tells -------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Context(Inbox):
             match.abort(error)
         self._drop_messages()
         for collecting in self._collecting.values():
-            self.transport.disown(collecting.face)
+            self.transport.disown(collecting.handle)
         self._collecting.clear()
         if self._closed:
             self.core.close()  # who waits until its message is received goes on

@@ -2,7 +2,7 @@
 
 Matching, links and waiting are the core's (`transports._core`). A thread that waits here waits in
 the core, which drives, and says when there is something for Python to do: so every thread has a
-seat of its own. If nobody waits, the core's own thread calls `hear`.
+parker of its own. If nobody waits, the core's own thread calls `hear`.
 
 A signal handler of the program may raise between any two calls made here, in the main thread, also
 when a Python function begins. So the lock knows its thread, everything that is taken is given back
@@ -28,8 +28,7 @@ from pycoll._rendezvous.client import Client as Control
 from pycoll._runtime.task import Started
 from pycoll._support.interrupts import Interrupts
 from pycoll._support.weak import weakly
-from pycoll._transports._core import Guard, timer_open, timer_set
-from pycoll._transports._core import Seat as CoreSeat
+from pycoll._transports._core import Guard, Parker, timer_open, timer_set
 from pycoll._transports.base import Operation
 from pycoll._transports.core import CoreTransport
 from pycoll.errors import Error
@@ -41,10 +40,10 @@ _CALLERS = tuple(f"pycoll.{name}." for name in ("_communicator", "_requests", "_
 class _Waiter:
     """A thread that waits; without an operation, for anything that comes."""
 
-    __slots__ = ("operation", "seat", "thread")
+    __slots__ = ("operation", "parker", "thread")
 
     def __init__(self, core: Any, operation: Operation | None) -> None:
-        self.seat = CoreSeat(core)
+        self.parker = Parker(core)
         self.operation = operation
         self.thread = threading.get_ident()
 
@@ -202,7 +201,7 @@ class Driver(ABC):
                     self._state.acquire()
                 finally:
                     self._wanted = False
-        self._core.engaged = True  # the core's fast path is closed
+        self._core.python_busy = True  # the core does no call without Python
 
     def _retake(self) -> None:
         """Get the lock back, and only then raise what a signal handler has raised meanwhile."""
@@ -219,7 +218,7 @@ class Driver(ABC):
     def _let_go(self) -> None:
         """Release the lock, if this thread has it: more than once, if it was torn out before."""
         if self._is_mine():
-            self._core.engaged = False
+            self._core.python_busy = False
             while self._is_mine():
                 self._state.release()
 
@@ -235,7 +234,7 @@ class Driver(ABC):
     def _interrupted(self) -> None:
         """Wake the main thread, which has an interrupt to raise."""
         for waiter in list(self._waiting):
-            waiter.seat.ring()
+            waiter.parker.wake()
 
     # --- waiting ---------------------------------------------------------------------------
 
@@ -284,13 +283,13 @@ class Driver(ABC):
             return int(self._core.rings)
 
     def _rest(self, waiter: _Waiter, limit: float, seen: int | None = None) -> None:
-        """Wait in the core until it has something for Python, or the seat is rung."""
-        if not waiter.seat.begin(seen):
+        """Wait in the core until it has something for Python, or `wake` is called."""
+        if not waiter.parker.begin(seen):
             return
         try:
             self._let_go()
             left = limit - time.monotonic() if limit != math.inf else math.inf
-            waiter.seat.wait(max(0.0, left))
+            waiter.parker.wait(max(0.0, left))
         finally:
             self._retake()
         self.interrupts.check()
@@ -321,12 +320,12 @@ class Driver(ABC):
     def _wake_sleepers(self) -> None:
         for waiter in self._waiting:
             if waiter.operation is not None and waiter.operation.done:
-                waiter.seat.ring()
+                waiter.parker.wake()
 
     def _wake_napper(self) -> None:
         for waiter in self._waiting:
             if waiter.operation is None:
-                waiter.seat.ring()
+                waiter.parker.wake()
 
     def watch(self, operation: Operation) -> None:
         """See that who waits for an operation hears of its end, though nobody asks to be told."""
@@ -388,7 +387,7 @@ class Driver(ABC):
     def _end_waiting(self) -> None:
         """Wake who still waits; with the lock, when this is closed."""
         for waiter in self._waiting:
-            waiter.seat.ring()
+            waiter.parker.wake()
 
     def _end_driving(self, timeout_s: float) -> None:
         """End the core, and the thread of ours; without the lock."""

@@ -45,7 +45,8 @@ KIND_P2P, KIND_COLLECTIVE, KIND_CUDA_IPC, KIND_OFFERED = range(1, 5)
 ARRAY, OBJECT, OFFERED, SEGMENTS = range(4)
 """Forms of a point-to-point message.
 
-Of one that is offered, the value stays where it is; the last brings the first segment of one.
+OFFERED: the header only; the receiver reads the sender's memory on a GPU. SEGMENTS: the first
+segment of a value on a GPU; the others follow as messages of their own.
 """
 
 

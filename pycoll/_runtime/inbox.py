@@ -87,37 +87,37 @@ class Inbox:
         peek: bool = False,
         place: int | None = None,
         fit: tuple[int, int] | None = None,
-        for_handle: bool = False,
+        for_message: bool = False,
     ) -> Match:
         """Wait for a message; `peek` leaves it in the queue.
 
         Args:
-            for_handle: it will be held: nobody waits in this place again if it is taken back.
+            for_message: it will be held: nobody waits in this place again if it is taken back.
             fit: code of the dtype, and bytes, of the array that shall be filled. What does not fit
                 is refused at once (`is_refused`).
             place: the number of an earlier match whose message was withdrawn: this one waits where
                 that one did, before receives that were posted after it.
         """
         number = -1 if place is None else place
-        face = self.core.post(source, tag, peek, number, *(fit or (-1, 0)), for_handle)
-        match = Match(self, face, source, tag, peek)
+        handle = self.core.post(source, tag, peek, number, *(fit or (-1, 0)), for_message)
+        match = Match(self, handle, source, tag, peek)
         if self._returned and self._match_returned(match):
             return match
-        if face.state == POSTED:
+        if handle.state == POSTED:
             self.matches[match.number] = match
-            self.transport.own(face, match)
+            self.transport.own(handle, match)
         else:
             self.settle(match)
         return match
 
-    def adopt(self, face: Receive, source: int, tag: int) -> Match:
+    def adopt(self, handle: Receive, source: int, tag: int) -> Match:
         """Return the match of a receive that holds its message already.
 
         Args:
-            face: the receive.
+            handle: the receive.
             source, tag: what it asks for; the world rank, or `ANY`.
         """
-        match = Match(self, face, source, tag, peek=False)
+        match = Match(self, handle, source, tag, peek=False)
         self.settle(match)
         if not match.done:  # its message was taken back, and it waits again
             self.matches[match.number] = match
@@ -125,33 +125,34 @@ class Inbox:
 
     def settle(self, match: Match) -> None:
         """Give a match what has become of it."""
-        face = match.face
-        state = face.state  # it may change at any time
-        if state == OVER and face.status == TAKEN_BACK:  # wait again, in the same place
-            self.transport.disown(face)  # that it has ended may still be told
-            match.face = face = self.core.post(match.source, match.tag, match.peek, match.number)
-            state = face.state
+        handle = match.handle
+        state = handle.state  # it may change at any time
+        if state == OVER and handle.status == TAKEN_BACK:  # wait again, in the same place
+            self.transport.disown(handle)  # that it has ended may still be told
+            handle = self.core.post(match.source, match.tag, match.peek, match.number)
+            match.handle = handle
+            state = handle.state
         if state == POSTED:
-            self.transport.own(face, match)
+            self.transport.own(handle, match)
             return
         self.matches.pop(match.number, None)
         if state == HOLDING:
-            arrival = CoreArrival(self.transport, face, self.withdrawn)
-            self.transport.own(face, arrival)
-            match.message = self._incoming(arrival, face)
+            arrival = CoreArrival(self.transport, handle, self.withdrawn)
+            self.transport.own(handle, arrival)
+            match.message = self._incoming(arrival, handle)
             match.finish()
-        elif state == OVER and face.status in (0, REFUSED):  # a probe, or it does not fit
-            header = face.header
-            match.message = self._incoming(Found(face.peer, header, face.nbytes, None), face)
+        elif state == OVER and handle.status in (0, REFUSED):  # a probe, or it does not fit
+            header = handle.header
+            match.message = self._incoming(Found(handle.peer, header, handle.nbytes, None), handle)
             match.finish()
         else:
-            match.finish(self._why(match, face.status))
+            match.finish(self._why(match, handle.status))
 
-    def _incoming(self, arrival: Arrival, face: Receive) -> Incoming:
+    def _incoming(self, arrival: Arrival, handle: Receive) -> Incoming:
         header = arrival.header
         _, _, tag, form = P2P.unpack_from(header)
         description = bytes(header[P2P.size :])
-        return Incoming(arrival, face.peer, tag, form, description, face.order)
+        return Incoming(arrival, handle.peer, tag, form, description, handle.order)
 
     def _why(self, match: Match, status: int) -> BaseException | None:
         return self.broken or self._no_sender(match.source) or self.transport.error_of(status)
@@ -168,9 +169,9 @@ class Inbox:
         elif held is not None:
             held.message = message
             self._message_of[arrival] = message
-        elif isinstance(arrival, CoreArrival) and arrival.face.state in (HOLDING, READING):
-            self.transport.disown(arrival.face)
-            arrival.face.give_up()
+        elif isinstance(arrival, CoreArrival) and arrival.handle.state in (HOLDING, READING):
+            self.transport.disown(arrival.handle)
+            arrival.handle.give_up()
         elif not isinstance(arrival, CoreArrival | Found):
             self._return(message)
 
@@ -185,9 +186,9 @@ class Inbox:
             isinstance(transfer, CoreReceive)
             and message.order not in self._held
             and not self.is_broken()
-            and transfer.face.give_up()
+            and transfer.handle.give_up()
         ):
-            self.transport.disown(transfer.face)
+            self.transport.disown(transfer.handle)
             return
         # What has ended is still to be heard of.
         spare = new_bytes(message.arrival.nbytes)
@@ -257,10 +258,10 @@ class Inbox:
     def _match_returned(self, match: Match) -> bool:
         found = (each for each in self._returned if _fits(match, each))
         message = next(found, None)
-        face = match.face
-        if message is None or (face.state == HOLDING and face.order < message.order):
+        handle = match.handle
+        if message is None or (handle.state == HOLDING and handle.order < message.order):
             return False
-        face.give_up()
+        handle.give_up()
         if not match.peek:
             self._returned.remove(message)
             self._message_of.pop(message.arrival, None)
@@ -275,8 +276,8 @@ class Inbox:
         waiting = sorted(self.matches.items())
         for match in [match for _, match in waiting if _fits(match, message)]:
             del self.matches[match.number]
-            self.transport.disown(match.face)
-            match.face.give_up()
+            self.transport.disown(match.handle)
+            match.handle.give_up()
             match.message = message
             told.append(match)
             if not match.peek:

@@ -37,13 +37,13 @@ class Found(Arrival):
 class Match(Operation):
     """A receive or a probe that waits in the core."""
 
-    __slots__ = ("context", "face", "message", "number", "peek", "source", "tag")
+    __slots__ = ("context", "handle", "message", "number", "peek", "source", "tag")
 
-    def __init__(self, context: Inbox, face: Receive, source: int, tag: int, peek: bool) -> None:
+    def __init__(self, context: Inbox, handle: Receive, source: int, tag: int, peek: bool) -> None:
         super().__init__()
         self.context = context
-        self.face = face
-        self.number = face.number
+        self.handle = handle
+        self.number = handle.number
         self.source = source
         self.tag = tag
         self.peek = peek
@@ -52,7 +52,7 @@ class Match(Operation):
     @property
     def is_refused(self) -> bool:
         """Whether the message does not fit, and stays in the queue for the next receive."""
-        return bool(self.face.status == REFUSED)
+        return bool(self.handle.status == REFUSED)
 
     def awaited(self) -> Collection[int]:
         if self.source != ANY:
@@ -72,21 +72,21 @@ class Match(Operation):
     def cancel(self) -> None:
         super().cancel()
         self.context.matches.pop(self.number, None)
-        self.context.transport.disown(self.face)
-        if not self.face.give_up():
-            self.face.drop()
+        self.context.transport.disown(self.handle)
+        if not self.handle.give_up():
+            self.handle.drop()
 
 
 class Collecting:
     """A collective's message that is waited for in the core."""
 
-    __slots__ = ("context", "face", "key", "wanted")
+    __slots__ = ("context", "handle", "key", "wanted")
 
     def __init__(self, context: Context, key: Key, wanted: Wanted) -> None:
         self.context = context
         self.key = key
         self.wanted = wanted
-        self.face: Receive = context.core.collect(*key)
+        self.handle: Receive = context.core.collect(*key)
 
     def held(self) -> None:
         """Called when it has come."""

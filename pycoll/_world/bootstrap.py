@@ -68,7 +68,7 @@ def join(place: JobPlacement, timeout: float, chosen: str, op_timeout: float) ->
         if place.is_adopted:
             give_back(place.memory)
     engine.hosts, engine.agreed = bootstrap.hosts, bootstrap.agreed
-    engine.has_helpers = place.is_adopted
+    engine.under_another_launcher = place.is_adopted
     bootstrap.start(engine)
     return engine
 

@@ -296,7 +296,7 @@ ok()
     all_well(job(4, text, *network, *hosts, *options), 4)
 
 
-class Face:
+class Handle:
     """A receive of the core's, as Python sees it."""
 
     def __init__(self, state: int, status: int = 0) -> None:
@@ -308,24 +308,26 @@ def test_what_is_told_late_of_a_message_that_was_taken_back_posts_nothing() -> N
     # The first message was taken back, and the second came to the receive that waits in its place;
     # that was taken back, too, before the end of the first was told.
     owners: dict[Any, Any] = {}
-    posted: list[Face] = [Face(HOLDING)]
-    transport = SimpleNamespace(own=owners.__setitem__, disown=lambda face: owners.pop(face, None))
+    posted: list[Handle] = [Handle(HOLDING)]
+    transport = SimpleNamespace(
+        own=owners.__setitem__, disown=lambda handle: owners.pop(handle, None)
+    )
     context: Any = SimpleNamespace(
         core=SimpleNamespace(post=lambda *_: posted.pop()),
         transport=transport,
         matches={},
         withdrawn=None,
-        _incoming=lambda arrival, face: arrival,
+        _incoming=lambda arrival, handle: arrival,
     )
     context.settle = lambda match: Context.settle(context, match)
-    first: Any = Face(OVER, TAKEN_BACK)
+    first: Any = Handle(OVER, TAKEN_BACK)
     match = Match(context, first, 1, 0, peek=False)
     owners[first] = match
     match.held()
     assert match.done
     assert not posted
-    second: Any = match.face
+    second: Any = match.handle
     second.state, second.status = OVER, TAKEN_BACK
     assert first not in owners
     match.ended(TAKEN_BACK)  # IndexError, if it posted once more
-    assert match.face is second
+    assert match.handle is second

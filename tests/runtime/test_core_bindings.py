@@ -97,7 +97,7 @@ def test_a_receive_given_up_when_its_message_is_there_gives_it_to_the_next_one(p
     message = matched(pair, context, 0, 5)
     into = bytearray(len(payload))
     transfer: Any = message.arrival.accept(memoryview(into))
-    drive(pair, lambda: transfer.face.state == OVER)  # which Python has not heard of yet
+    drive(pair, lambda: transfer.handle.state == OVER)  # which Python has not heard of yet
     assert not transfer.done
     context.park(message, transfer)
     into[:] = bytes(len(into))  # it is its owner's again
@@ -119,7 +119,7 @@ def test_a_message_that_comes_while_its_receive_is_posted_is_told_once(pair: Wor
     matched(pair, context, 0, 4).arrival.release()
     match: Any = context.match(0, 5)
     sent(pair, 0, 1, 5, b"payload")
-    drive(pair, lambda: match.face.state == HOLDING)  # its event stands in the queue
+    drive(pair, lambda: match.handle.state == HOLDING)  # its event stands in the queue
     context.settle(match)  # as if it had come before `match` has looked
     assert match.done
     pair.nodes[1].transport.progress()

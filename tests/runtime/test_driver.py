@@ -87,7 +87,7 @@ def is_well(driver: Plain) -> bool:
         assert not driver._waiting
         assert not driver._wanted
     assert not driver._state.acquire(blocking=False) or not driver._state.release()
-    assert not driver._core.engaged
+    assert not driver._core.python_busy
     assert driver.interrupts.hold()  # nobody holds them
     driver.interrupts.release()
     return True

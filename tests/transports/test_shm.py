@@ -20,7 +20,7 @@ from patience import PATIENCE
 from tiers import few
 from transport_world import Node, World
 
-from pycoll._transports._core import MappedHost, Seat
+from pycoll._transports._core import MappedHost, Parker
 from pycoll._transports.base import CREDIT, EAGER_LIMIT, Withdrawn
 from pycoll._transports.core import CoreTransport, LinkMemory
 from pycoll._transports.shm import open_host
@@ -263,7 +263,7 @@ def test_memory_that_cannot_be_read_comes_in_fragments(world: World) -> None:
 CHILD = """
 import os, sys
 from pycoll._transports.core import CoreTransport, LinkMemory
-from pycoll._transports._core import MappedHost, Seat
+from pycoll._transports._core import MappedHost, Parker
 
 memory, *doorbells = map(int, sys.argv[2:])
 host = MappedHost(memory, 1, doorbells, 2)
@@ -288,8 +288,8 @@ class Peer:
 transport.start([{}, {}], Peer())
 while True:
     while transport.progress(): pass
-    seat = Seat(transport.core)
-    if seat.begin(None): seat.wait(60.0)
+    parker = Parker(transport.core)
+    if parker.begin(None): parker.wait(60.0)
 """
 
 
@@ -318,9 +318,9 @@ class Pair:
             if until():
                 return
             assert time.monotonic() < deadline, "nothing happened"
-            seat = Seat(transport.core)
-            if not worked and seat.begin(None):
-                seat.wait(deadline - time.monotonic())
+            parker = Parker(transport.core)
+            if not worked and parker.begin(None):
+                parker.wait(deadline - time.monotonic())
 
     def close(self) -> None:
         self.node.transport.close(5.0)

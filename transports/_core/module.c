@@ -52,7 +52,7 @@ static int add_engine_types(PyObject *module) {
         plan == NULL || call == NULL || table == NULL || piece == NULL || memory == NULL ||
         scratch == NULL || persistent == NULL || both == NULL)
         return -1;
-    pc_seat_types(engine);
+    pc_parker_types(engine);
     pc_send_types(send);
     pc_item_types(receive);
     pc_context_types(engine, context);
@@ -66,7 +66,7 @@ static int add_engine_types(PyObject *module) {
     pc_collectives_types(plan, call);
     pc_request_types(request);
     pc_messages_types(context);
-    bool made = make_type(module, &pc_seat_spec) != NULL &&
+    bool made = make_type(module, &pc_parker_spec) != NULL &&
                 make_type_as(module, "Messages", &pc_messages_spec) != NULL &&
                 make_type_as(module, "Collectives", &pc_collectives_spec) != NULL &&
                 make_type(module, &pc_composed_spec) != NULL;

@@ -67,7 +67,7 @@ typedef struct pc_host {
     int rank, size;
     int spins;         /* looks at a flag before yielding; 0 with more ranks than cores */
     int *doorbells;    /* an eventfd for each rank */
-    char engaged;      /* a thread is in the engine, so the fast path is closed */
+    char python_busy;  /* see engine_type.h; here it is for collectives in shared memory */
     int sleepers;      /* threads of this process that sleep until the doorbell rings */
     pthread_mutex_t sleeping; /* held for a moment: to change that, and what is told of it */
     pc_flag32 seen_epoch; /* any thread may look at it */

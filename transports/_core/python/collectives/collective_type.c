@@ -57,7 +57,7 @@ PyObject *pc_collective_wait_method(struct pc_started *self, PyObject *const *ar
     if (pc_op_is_done(&self->op))
         return result_of(self);
     struct pc_patience patience = pc_patience(timeout_ns);
-    if (!self->collectives->engine->engaged && pc_collective_wait(self, patience.until_ns))
+    if (!self->collectives->engine->python_busy && pc_collective_wait(self, patience.until_ns))
         return result_of(self);
     PyObject *left = pc_patience_left(&patience);
     PyObject *result =
@@ -69,7 +69,7 @@ PyObject *pc_collective_wait_method(struct pc_started *self, PyObject *const *ar
 static PyObject *collective_test(struct pc_started *self, PyObject *unused) {
     (void)unused;
     pc_engine_object *engine = self->collectives->engine;
-    if (!pc_op_is_done(&self->op) && !engine->engaged) {
+    if (!pc_op_is_done(&self->op) && !engine->python_busy) {
         pc_engine_look(engine);
         if (pc_engine_hear(engine) < 0)
             return NULL;

@@ -109,7 +109,7 @@ int pc_collectives_expect(pc_collectives *self, const struct pc_started *like, P
 
 static bool may_start(const pc_collectives *self) {
     const pc_engine_object *engine = self->engine;
-    return PC_LIKELY(self->context->collectives_usable && !engine->engaged) &&
+    return PC_LIKELY(self->context->collectives_usable && !engine->python_busy) &&
            atomic_load_explicit(&engine->drive.closed, memory_order_relaxed) == PC_DRIVE_OPEN &&
            (engine->host == NULL || !pc_host_failed(engine->shm.channel.host));
 }

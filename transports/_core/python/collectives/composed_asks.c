@@ -1,5 +1,6 @@
-/* What Python does for a run: the methods of `_core.Run` that are called by who hears that it asks;
-   and `_core.Memory`, what the run has made and Python uses on. */
+/* Methods of `_core.Run` by which Python executes the steps that C cannot: user-defined operators,
+   copies to and from a GPU, receives of what is offered; and `_core.Memory`, memory of a run that
+   Python still uses when the run has ended. */
 #include "composed.h"
 
 #include <errno.h>
@@ -100,7 +101,7 @@ struct doing {
     void *memory;
     size_t nbytes;
     int answer;
-    PyObject *face;
+    PyObject *handle;
 };
 
 static void do_in_run(pc_engine_object *engine, void *argument) {
@@ -181,7 +182,7 @@ static void take(struct doing *doing, struct pc_run *run) {
     doing->answer = receive != NULL;
     if (receive == NULL)
         return;
-    (void)pc_item_take_over(doing->face, receive);
+    (void)pc_item_take_over(doing->handle, receive);
     pc_run_taken(run, doing->at);
 }
 
@@ -227,12 +228,12 @@ PyObject *pc_composed_place(struct pc_composed *self, PyObject *args) {
 }
 
 PyObject *pc_composed_take(struct pc_composed *self, PyObject *args) {
-    struct doing doing = {.work = take, .face = pc_item_receive(self->on->engine)};
-    if (doing.face == NULL)
+    struct doing doing = {.work = take, .handle = pc_item_receive(self->on->engine)};
+    if (doing.handle == NULL)
         return NULL;
     if (do_for(self, args, num_steps(self), &doing) && doing.answer)
-        return doing.face;
-    Py_DECREF(doing.face);
+        return doing.handle;
+    Py_DECREF(doing.handle);
     return nothing();
 }
 

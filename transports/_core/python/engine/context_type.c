@@ -130,34 +130,34 @@ static void post(pc_engine_object *engine, void *argument) {
     (void)pc_item_taken(item);
 }
 
-/* Takes the reference to the face. */
-static PyObject *post_it(struct posting *posting, PyObject *face) {
+/* Takes the reference to the handle. */
+static PyObject *post_it(struct posting *posting, PyObject *handle) {
     if (pc_engine_do(posting->context->engine, post, posting) && posting->is_open) {
         if (posting->adopted != NULL)
-            pc_item_swap(face, posting->adopted);
-        return face;
+            pc_item_swap(handle, posting->adopted);
+        return handle;
     }
-    Py_DECREF(face);
+    Py_DECREF(handle);
     return pc_engine_is_closed();
 }
 
 static PyObject *context_post(pc_context_object *self, PyObject *args) {
     struct posting posting = {.context = self, .number = -1};
-    int source, peek = 0, for_handle = 0;
+    int source, peek = 0, for_message = 0;
     long long tag, number = -1;
     int dtype = -1;
     Py_ssize_t room = 0;
     if (!PyArg_ParseTuple(args, "iL|pLinp", &source, &tag, &peek, &number, &dtype, &room,
-                          &for_handle))
+                          &for_message))
         return NULL;
-    PyObject *face = pc_item_new_receive(self->engine, &posting.item);
-    if (face == NULL)
+    PyObject *handle = pc_item_new_receive(self->engine, &posting.item);
+    if (handle == NULL)
         return NULL;
     struct pc_py_item *item = posting.item;
     item->receive.posted.queued.source = source;
     item->receive.posted.queued.tag = tag;
     item->receive.posted.peek = peek != 0;
-    item->for_handle = for_handle != 0;
+    item->for_message = for_message != 0;
     if (dtype >= 0) {
         item->expects[1] = (unsigned char)dtype; /* after the form: an array */
         item->receive.expects = item->expects;
@@ -165,7 +165,7 @@ static PyObject *context_post(pc_context_object *self, PyObject *args) {
         item->receive.room = (size_t)room;
     }
     posting.number = number;
-    return post_it(&posting, face);
+    return post_it(&posting, handle);
 }
 
 static PyObject *context_collect(pc_context_object *self, PyObject *args) {
@@ -178,13 +178,13 @@ static PyObject *context_collect(pc_context_object *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "there is no such address");
         return NULL;
     }
-    PyObject *face = pc_item_new_receive(self->engine, &posting.item);
-    if (face == NULL)
+    PyObject *handle = pc_item_new_receive(self->engine, &posting.item);
+    if (handle == NULL)
         return NULL;
     posting.by_address = true;
     posting.item->receive.address = (struct pc_addressed){
         .call = call, .subcall = (uint16_t)subcall, .sender = sender, .index = index};
-    return post_it(&posting, face);
+    return post_it(&posting, handle);
 }
 
 /* --- calls ------------------------------------------------------------------------------------ */
@@ -361,7 +361,7 @@ static int context_set_op_timeout(pc_context_object *self, PyObject *value, void
 
 static PyMethodDef context_methods[] = {
     {"post", (PyCFunction)context_post, METH_VARARGS,
-     "post(source, tag, peek=False, number=-1, dtype=-1, room=0, for_handle=False) -> Receive: "
+     "post(source, tag, peek=False, number=-1, dtype=-1, room=0, for_message=False) -> Receive: "
      "start a receive that holds its message, or a probe; in the place of that number, if one is "
      "given: that of a receive whose message was taken back, which is not posted again if its "
      "message was for a handle. With the code of a dtype it refuses what is no array of that "

@@ -84,7 +84,7 @@ static int open_shm(pc_engine_object *self, const struct arguments *given) {
     free(ranks);
     if (error != 0)
         return error;
-    self->shm.rung = pc_seat_rung;
+    self->shm.rung = pc_parker_rung;
     self->shm.owner = self;
     for (int local = 0; local < host->size; local++)
         if (self->shm.peers[local].rank != given->rank)

@@ -206,20 +206,20 @@ static PyObject *engine_has_fired(pc_engine_object *self, void *unused) {
     return PyBool_FromLong(atomic_load_explicit(&self->drive.fired, memory_order_relaxed) != 0);
 }
 
-static PyObject *engine_engaged(pc_engine_object *self, void *unused) {
+static PyObject *engine_python_busy(pc_engine_object *self, void *unused) {
     (void)unused;
-    return PyBool_FromLong(self->engaged);
+    return PyBool_FromLong(self->python_busy);
 }
 
-static void engage(pc_engine_object *self, bool whether) {
-    self->engaged = whether;
+static void set_busy(pc_engine_object *self, bool whether) {
+    self->python_busy = whether;
     if (self->host != NULL)
-        self->shm.channel.host->engaged = self->engaged;
+        self->shm.channel.host->python_busy = self->python_busy;
 }
 
-static int set_engaged(pc_engine_object *self, PyObject *value, void *unused) {
+static int set_python_busy(pc_engine_object *self, PyObject *value, void *unused) {
     (void)unused;
-    engage(self, value == Py_True || PyList_Size(self->dropped) > 0);
+    set_busy(self, value == Py_True || PyList_Size(self->dropped) > 0);
     return 0;
 }
 
@@ -230,7 +230,7 @@ static PyObject *engine_drop(pc_engine_object *self, PyObject *what) {
         Py_RETURN_NONE;
     if (PyList_Append(self->dropped, what) < 0)
         return NULL;
-    engage(self, true);
+    set_busy(self, true);
     Py_RETURN_NONE;
 }
 
@@ -268,8 +268,9 @@ static PyObject *engine_count_in(pc_engine_object *self, PyObject *args) {
 }
 
 static PyGetSetDef engine_values[] = {
-    {"engaged", (getter)engine_engaged, (setter)set_engaged,
-     "Whether a thread of Python's holds its engine: then nothing is done without it.", NULL},
+    {"python_busy", (getter)engine_python_busy, (setter)set_python_busy,
+     "Whether a thread holds the lock of the engine in Python: then all calls go through Python.",
+     NULL},
     {"dropped", (getter)engine_dropped, NULL,
      "The list to which `drop` appends; until it is empty nothing is done without Python's engine.",
      NULL},

@@ -41,17 +41,17 @@ struct pc_peer_events {
     char why[128];
 };
 
-/* A send or a receive of Python's: it belongs to its face, a `Send` or a `Receive`. */
+/* A send or a receive of Python's: it belongs to its handle, a `Send` or a `Receive`. */
 struct pc_py_item {
     struct pc_event event; /* the first member */
     struct pc_receive receive;
     struct pc_send send;
-    PyObject *face;  /* not owned; NULL: it has none yet */
-    bool is_orphan;  /* its face is gone: who takes the event out of the queue frees this */
+    PyObject *handle;  /* not owned; NULL: it has none yet */
+    bool is_orphan;  /* its handle is gone: who takes the event out of the queue frees this */
     bool is_quiet;   /* what becomes of it is returned, not told */
     /* its event was taken out of the queue, and is being told: who tells it looks at this last */
     bool is_told;
-    bool is_gone;    /* its face is being freed; with the interpreter's lock */
+    bool is_gone;    /* its handle is being freed; with the interpreter's lock */
     int status;
     struct pc_views *views; /* of the memory that is used */
     struct iovec *parts;
@@ -68,11 +68,11 @@ struct pc_py_item {
        receive would get the message that comes next. */
     struct pc_context *context; /* NULL: it is none */
     bool is_known;              /* Python knows that its message has come */
-    bool for_handle;            /* and that message is then no receive's: none waits again */
+    bool for_message;            /* and that message is then no receive's: none waits again */
     struct pc_py_item *successor, *next_preceding;
 };
 
-struct pc_seat;
+struct pc_parker;
 struct pc_request;
 struct pc_started;
 
@@ -93,12 +93,14 @@ typedef struct pc_engine_object {
     bool is_open, has_tcp, has_queue, is_behind;
     bool is_called; /* a thread with the interpreter's lock is in the engine */
     bool lags;      /* a transport in Python has something to write */
-    char engaged; /* a thread of Python's holds its engine, or has something to do in it */
+    /* A thread holds the lock of the engine in Python, or there is something to do with it: calls
+       go through Python, which waits for that lock. */
+    char python_busy;
     PyObject *dropped; /* list: for communicators that nobody holds any more, until they end */
     struct pc_event *first, **last; /* the queue; written by `pc_engine_set` */
     struct pc_event watched;
     struct pc_peer_events *peers;
-    struct pc_seat *nappers;
+    struct pc_parker *nappers;
     struct pc_py_item *preceding; /* receives that have a successor, by `next_preceding` */
     struct pc_request *ended; /* requests that are to be let go; written so, too */
     struct pc_started *ended_collectives; /* so, too */
@@ -125,7 +127,7 @@ enum { PC_BROKEN = 1 << 30 };
    cannot have the result. */
 enum { PC_FAILED_IN_PYTHON = 1 << 29, PC_UNFIT };
 
-extern PyType_Spec pc_engine_spec, pc_seat_spec, pc_context_spec, pc_send_spec, pc_receive_spec,
+extern PyType_Spec pc_engine_spec, pc_parker_spec, pc_context_spec, pc_send_spec, pc_receive_spec,
     pc_request_spec, pc_messages_spec;
 extern PyType_Spec pc_table_spec, pc_composed_spec, pc_memory_spec, pc_piece_spec, pc_scratch_spec,
     pc_persistent_spec, pc_both_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
@@ -133,7 +135,7 @@ extern PyTypeObject *pc_request_type, *pc_context_type;
 /* Of the types that module.c has made, their files keep those that they make and take. */
 void pc_send_types(PyTypeObject *send);
 void pc_item_types(PyTypeObject *receive);
-void pc_seat_types(PyTypeObject *engine);
+void pc_parker_types(PyTypeObject *engine);
 void pc_context_types(PyTypeObject *engine, PyTypeObject *context);
 void pc_collective_types(PyTypeObject *collective);
 void pc_composed_types(PyTypeObject *table);
@@ -185,8 +187,8 @@ PyObject *pc_engine_flush_py(pc_engine_object *self, PyObject *unused);
 PyObject *pc_engine_close_py(pc_engine_object *self, PyObject *unused);
 PyObject *pc_engine_forked_py(pc_engine_object *self, PyObject *unused);
 
-/* seat_type.c: the doorbell of an engine, the owner, has rung. With the lock. */
-void pc_seat_rung(void *owner);
+/* parker_type.c: the doorbell of an engine, the owner, has rung. With the lock. */
+void pc_parker_rung(void *owner);
 
 /* item.c; see item.h for what is its own */
 /* A receive that asks, for a message that Python shall see; NULL: there is no memory. */
@@ -194,7 +196,7 @@ struct pc_receive *pc_item_other(struct pc_engine *engine, const struct pc_messa
 /* With the lock: take over what Python shall know of an item whose event was taken out of the
    queue. False: nothing. */
 bool pc_item_taken(struct pc_py_item *item);
-/* The event of an item as Python sees it; NULL with an exception. False: its face is being freed,
+/* The event of an item as Python sees it; NULL with an exception. False: its handle is being freed,
    and hears nothing. */
 bool pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind,
                    int status, PyObject **event);
@@ -202,13 +204,13 @@ bool pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_even
    none. */
 struct pc_py_item *pc_item_adopt(pc_engine_object *self, const struct pc_context *context,
                                  uint64_t number);
-/* Give a face another item than the one it was made with, which was not started. */
-void pc_item_swap(PyObject *face, struct pc_py_item *item);
+/* Give a handle another item than the one it was made with, which was not started. */
+void pc_item_swap(PyObject *handle, struct pc_py_item *item);
 /* A `Receive` with its item, which asks, and is not started; NULL with an exception. */
 PyObject *pc_item_new_receive(pc_engine_object *engine, struct pc_py_item **item);
 /* A receive that was not started takes over the message that another one holds, which is idle then.
    With the lock. */
-bool pc_item_take_over(PyObject *face, struct pc_receive *from);
+bool pc_item_take_over(PyObject *handle, struct pc_receive *from);
 /* A `Receive` that was not started; NULL with an exception. */
 PyObject *pc_item_receive(pc_engine_object *self);
 

@@ -46,7 +46,7 @@ static bool wait_again(pc_engine_object *self, struct pc_py_item *item) {
         return true;
     }
     struct pc_py_item *successor =
-        item->for_handle || item->is_orphan ? NULL : calloc(1, sizeof *successor);
+        item->for_message || item->is_orphan ? NULL : calloc(1, sizeof *successor);
     if (successor == NULL)
         return false;
     successor->event.kind = PC_EVENT_HELD;
@@ -147,11 +147,11 @@ static void drop_successor(pc_engine_object *self, struct pc_py_item *item) {
 
 bool pc_item_taken(struct pc_py_item *item) {
     if (item->is_orphan) {
-        pc_item_free(item); /* its views went with the face */
+        pc_item_free(item); /* its views went with the handle */
         return false;
     }
     /* An arrival that was taken back before Python heard of it: nobody ever will. */
-    if (item->face == NULL && item->event.kind == PC_EVENT_ENDED) {
+    if (item->handle == NULL && item->event.kind == PC_EVENT_ENDED) {
         pc_item_free(item);
         return false;
     }
@@ -166,35 +166,37 @@ bool pc_item_taken(struct pc_py_item *item) {
 
 /* --- faces ------------------------------------------------------------------------------------ */
 
-void pc_item_swap(PyObject *face, struct pc_py_item *item) {
-    pc_item_free(((pc_face *)face)->item);
-    ((pc_face *)face)->item = item;
-    item->face = face;
+void pc_item_swap(PyObject *handle, struct pc_py_item *item) {
+    pc_item_free(((pc_handle *)handle)->item);
+    ((pc_handle *)handle)->item = item;
+    item->handle = handle;
 }
 
-PyObject *pc_item_make_face(PyTypeObject *type, pc_engine_object *engine, struct pc_py_item *item) {
-    pc_face *face = (pc_face *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (face == NULL)
+PyObject *pc_item_make_handle(PyTypeObject *type, pc_engine_object *engine,
+                              struct pc_py_item *item) {
+    pc_handle *handle = (pc_handle *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (handle == NULL)
         return NULL;
-    face->engine = (pc_engine_object *)Py_NewRef((PyObject *)engine);
-    face->item = item;
-    item->face = (PyObject *)face;
-    return (PyObject *)face;
+    handle->engine = (pc_engine_object *)Py_NewRef((PyObject *)engine);
+    handle->item = item;
+    item->handle = (PyObject *)handle;
+    return (PyObject *)handle;
 }
 
 /* NULL with an exception. */
 static PyObject *event_of(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind,
                           int status) {
-    PyObject *face =
-        item->face != NULL ? Py_NewRef(item->face) : pc_item_make_face(receive_type, self, item);
-    if (face == NULL)
+    PyObject *handle =
+        item->handle != NULL ? Py_NewRef(item->handle)
+                             : pc_item_make_handle(receive_type, self, item);
+    if (handle == NULL)
         return NULL;
     if (kind != PC_EVENT_ENDED)
-        return Py_BuildValue("iN", kind, face);
+        return Py_BuildValue("iN", kind, handle);
     struct pc_views *views = item->views;
     item->views = NULL;
     pc_views_release(views);
-    return Py_BuildValue("iNi", kind, face, status);
+    return Py_BuildValue("iNi", kind, handle, status);
 }
 
 struct telling {
@@ -258,20 +260,21 @@ static void orphan(pc_engine_object *self, void *argument) {
     item->views = NULL;
 }
 
-void pc_item_face_dealloc(pc_face *face) {
-    PyTypeObject *type = Py_TYPE((PyObject *)face);
-    struct pc_py_item *item = face->item;
+void pc_item_handle_dealloc(pc_handle *handle) {
+    PyTypeObject *type = Py_TYPE((PyObject *)handle);
+    struct pc_py_item *item = handle->item;
     if (item != NULL) {
         struct orphaning orphaning = {.item = item};
         item->is_gone = true;
-        if (!pc_engine_do(face->engine, orphan, &orphaning)) /* it is closed: nobody takes events */
+        /* it is closed: nobody takes events */
+        if (!pc_engine_do(handle->engine, orphan, &orphaning))
             orphaning.views = item->views;
         if (!orphaning.is_in_queue)
             pc_item_free(item);
         pc_views_release(orphaning.views);
     }
-    Py_XDECREF((PyObject *)face->engine);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(face);
+    Py_XDECREF((PyObject *)handle->engine);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(handle);
     Py_DECREF(type);
 }
 
@@ -282,10 +285,10 @@ static void abandon_quietly(pc_engine_object *self, void *argument) {
     abandon(self, item);
 }
 
-PyObject *pc_item_take_back(pc_face *face, PyObject *unused) {
+PyObject *pc_item_take_back(pc_handle *handle, PyObject *unused) {
     (void)unused;
-    struct pc_py_item *item = face->item;
-    pc_engine_do(face->engine, abandon_quietly, item);
+    struct pc_py_item *item = handle->item;
+    pc_engine_do(handle->engine, abandon_quietly, item);
     pc_views_release(item->views);
     item->views = NULL;
     Py_RETURN_NONE;
@@ -295,8 +298,8 @@ PyObject *pc_item_take_back(pc_face *face, PyObject *unused) {
 
 PyObject *pc_item_new_receive(pc_engine_object *engine, struct pc_py_item **into) {
     struct pc_py_item *item = *into = calloc(1, sizeof *item);
-    PyObject *face = item != NULL ? pc_item_make_face(receive_type, engine, item) : NULL;
-    if (face == NULL) {
+    PyObject *handle = item != NULL ? pc_item_make_handle(receive_type, engine, item) : NULL;
+    if (handle == NULL) {
         free(item);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
@@ -304,7 +307,7 @@ PyObject *pc_item_new_receive(pc_engine_object *engine, struct pc_py_item **into
     item->receive.ask = true;
     item->receive.told = receive_told;
     item->receive.owner = engine;
-    return face;
+    return handle;
 }
 
 PyObject *pc_item_receive(pc_engine_object *self) {
@@ -312,8 +315,8 @@ PyObject *pc_item_receive(pc_engine_object *self) {
     return pc_item_new_receive(self, &item);
 }
 
-bool pc_item_take_over(PyObject *face, struct pc_receive *from) {
-    struct pc_py_item *item = ((pc_face *)face)->item;
+bool pc_item_take_over(PyObject *handle, struct pc_receive *from) {
+    struct pc_py_item *item = ((pc_handle *)handle)->item;
     item->context = from->by_address ? NULL : from->context;
     item->is_quiet = true;
     pc_receive_take_over(&item->receive, from);

@@ -1,27 +1,28 @@
-/* `_core.Seat`: where one thread waits for what Python does. See engine_type.h. */
+/* `_core.Parker`: one thread waits with it until another wakes it, or the engine has something for
+   Python. See engine_type.h. */
 #include "engine_type.h"
 
 /* So often a thread that waits for something of Python's looks for signals: one may have come
    between its last look and its sleep. */
-#define SEAT_SLICE_NS 100000000u
+#define PARKER_SLICE_NS 100000000u
 
-struct pc_seat {
+struct pc_parker {
     PyObject_HEAD
     pc_engine_object *engine;
-    struct pc_op op; /* ends when the seat is rung */
+    struct pc_op op; /* ends when the thread is woken */
     bool begun, naps;
-    struct pc_seat *next, **at; /* of those that nap */
+    struct pc_parker *next, **at; /* of those that nap */
 };
 
 static PyTypeObject *engine_type;
 
-static PyObject *seat_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *parker_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *engine;
     (void)kwargs;
     if (!PyArg_ParseTuple(args, "O!", engine_type, &engine))
         return NULL;
-    struct pc_seat *self =
-        (struct pc_seat *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    struct pc_parker *self =
+        (struct pc_parker *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self != NULL) {
         self->engine = (pc_engine_object *)Py_NewRef((PyObject *)engine);
         pc_op_begin(&self->op, &self->engine->drive, -1);
@@ -30,7 +31,7 @@ static PyObject *seat_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
 }
 
 static void stop_napping(pc_engine_object *engine, void *argument) {
-    struct pc_seat *self = argument;
+    struct pc_parker *self = argument;
     (void)engine;
     self->begun = false;
     if (!self->naps)
@@ -41,7 +42,7 @@ static void stop_napping(pc_engine_object *engine, void *argument) {
         self->next->at = self->at;
 }
 
-static void seat_dealloc(struct pc_seat *self) {
+static void parker_dealloc(struct pc_parker *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     if (self->naps)
         pc_engine_do(self->engine, stop_napping, self);
@@ -51,14 +52,14 @@ static void seat_dealloc(struct pc_seat *self) {
 }
 
 struct beginning {
-    struct pc_seat *seat;
+    struct pc_parker *parker;
     bool naps, may;
     uint64_t seen;
 };
 
 static void begin(pc_engine_object *engine, void *argument) {
     struct beginning *beginning = argument;
-    struct pc_seat *self = beginning->seat;
+    struct pc_parker *self = beginning->parker;
     beginning->may = !beginning->naps || engine->rings == beginning->seen;
     if (!beginning->may)
         return;
@@ -74,11 +75,11 @@ static void begin(pc_engine_object *engine, void *argument) {
     engine->nappers = self;
 }
 
-static PyObject *seat_begin(struct pc_seat *self, PyObject *args) {
+static PyObject *parker_begin(struct pc_parker *self, PyObject *args) {
     PyObject *seen = Py_None;
     if (!PyArg_ParseTuple(args, "|O", &seen))
         return NULL;
-    struct beginning beginning = {.seat = self, .naps = seen != Py_None};
+    struct beginning beginning = {.parker = self, .naps = seen != Py_None};
     if (beginning.naps)
         beginning.seen = PyLong_AsUnsignedLongLong(seen);
     if (PyErr_Occurred())
@@ -86,7 +87,7 @@ static PyObject *seat_begin(struct pc_seat *self, PyObject *args) {
     return PyBool_FromLong(pc_engine_do(self->engine, begin, &beginning) && beginning.may);
 }
 
-static PyObject *seat_wait(struct pc_seat *self, PyObject *number) {
+static PyObject *parker_wait(struct pc_parker *self, PyObject *number) {
     double seconds = PyFloat_AsDouble(number);
     if (PyErr_Occurred())
         return NULL;
@@ -98,61 +99,61 @@ static PyObject *seat_wait(struct pc_seat *self, PyObject *number) {
     pc_engine_object *engine = self->engine;
     if (engine->is_open) {
         PyThreadState *state = PyEval_SaveThread();
-        pc_drive_wait(&engine->drive, &self->op, NULL, deadline, SEAT_SLICE_NS);
+        pc_drive_wait(&engine->drive, &self->op, NULL, deadline, PARKER_SLICE_NS);
         PyEval_RestoreThread(state);
     }
     pc_engine_do(engine, stop_napping, self);
     Py_RETURN_NONE;
 }
 
-static void ring(pc_engine_object *engine, void *argument) {
-    struct pc_seat *self = argument;
+static void wake(pc_engine_object *engine, void *argument) {
+    struct pc_parker *self = argument;
     (void)engine;
     if (self->begun && !pc_op_is_done(&self->op))
         pc_op_end(&self->op, 0);
 }
 
-static PyObject *seat_ring(struct pc_seat *self, PyObject *unused) {
+static PyObject *parker_wake(struct pc_parker *self, PyObject *unused) {
     (void)unused;
-    pc_engine_do(self->engine, ring, self);
+    pc_engine_do(self->engine, wake, self);
     Py_RETURN_NONE;
 }
 
 /* Who naps may have been meant. */
-void pc_seat_rung(void *owner) {
+void pc_parker_rung(void *owner) {
     pc_engine_object *self = owner;
     atomic_store_explicit(&self->rings,
                           atomic_load_explicit(&self->rings, memory_order_relaxed) + 1,
                           memory_order_relaxed);
-    for (struct pc_seat *seat = self->nappers; seat != NULL; seat = seat->next)
-        if (!pc_op_is_done(&seat->op))
-            pc_op_end(&seat->op, 0);
+    for (struct pc_parker *parker = self->nappers; parker != NULL; parker = parker->next)
+        if (!pc_op_is_done(&parker->op))
+            pc_op_end(&parker->op, 0);
 }
 
-static PyMethodDef seat_methods[] = {
-    {"begin", (PyCFunction)seat_begin, METH_VARARGS,
-     "begin(seen=None) -> bool: from now on `ring` ends the wait; with `seen` the doorbell does, "
+static PyMethodDef parker_methods[] = {
+    {"begin", (PyCFunction)parker_begin, METH_VARARGS,
+     "begin(seen=None) -> bool: from now on `wake` ends the wait; with `seen` the doorbell does, "
      "too. False: it has rung, for whomever, since `MessageEngine.rings` was that."},
-    {"wait", (PyCFunction)seat_wait, METH_O,
-     "wait(seconds): drive, or sleep, until the seat is rung, a signal has come, or there is "
+    {"wait", (PyCFunction)parker_wait, METH_O,
+     "wait(seconds): drive, or sleep, until `wake` is called, a signal has come, or there is "
      "something for Python to do."},
-    {"ring", (PyCFunction)seat_ring, METH_NOARGS, "End the wait; from any thread."},
+    {"wake", (PyCFunction)parker_wake, METH_NOARGS, "End the wait; from any thread."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot seat_slots[] = {
-    {Py_tp_new, seat_new},
-    {Py_tp_dealloc, seat_dealloc},
-    {Py_tp_methods, seat_methods},
-    {Py_tp_doc, "Seat(engine): where one thread waits for what Python does."},
+static PyType_Slot parker_slots[] = {
+    {Py_tp_new, parker_new},
+    {Py_tp_dealloc, parker_dealloc},
+    {Py_tp_methods, parker_methods},
+    {Py_tp_doc, "Parker(engine): one thread waits with it for what Python does."},
     {0, NULL},
 };
 
-PyType_Spec pc_seat_spec = {
-    .name = "pycoll._transports._core.Seat",
-    .basicsize = sizeof(struct pc_seat),
+PyType_Spec pc_parker_spec = {
+    .name = "pycoll._transports._core.Parker",
+    .basicsize = sizeof(struct pc_parker),
     .flags = Py_TPFLAGS_DEFAULT,
-    .slots = seat_slots,
+    .slots = parker_slots,
 };
 
-void pc_seat_types(PyTypeObject *engine) { engine_type = engine; }
+void pc_parker_types(PyTypeObject *engine) { engine_type = engine; }

@@ -26,15 +26,15 @@ static void accept(pc_engine_object *self, void *argument) {
         item->is_quiet = true; /* its end may stand in the queue */
 }
 
-static PyObject *receive_into(pc_face *face, PyObject *into) {
-    struct pc_py_item *item = face->item;
+static PyObject *receive_into(pc_handle *handle, PyObject *into) {
+    struct pc_py_item *item = handle->item;
     struct pc_views *views = pc_view_into(into, (Py_ssize_t)item->nbytes);
     if (views == NULL)
         return NULL;
     struct accepting accepting = {
         .item = item, .into = views->views[0].buf, .keeper = views->views[0].obj};
     item->views = views;
-    bool done = pc_engine_do(face->engine, accept, &accepting);
+    bool done = pc_engine_do(handle->engine, accept, &accepting);
     if (done && accepting.error == 0 && !accepting.is_over)
         Py_RETURN_NONE;
     pc_views_release(views);
@@ -59,14 +59,14 @@ static void redirect(pc_engine_object *self, void *argument) {
     }
 }
 
-static PyObject *receive_redirect(pc_face *face, PyObject *into) {
-    struct pc_py_item *item = face->item;
+static PyObject *receive_redirect(pc_handle *handle, PyObject *into) {
+    struct pc_py_item *item = handle->item;
     struct pc_views *views = pc_view_into(into, (Py_ssize_t)item->nbytes);
     if (views == NULL)
         return NULL;
     struct accepting accepting = {
         .item = item, .into = views->views[0].buf, .keeper = views->views[0].obj};
-    pc_engine_do(face->engine, redirect, &accepting);
+    pc_engine_do(handle->engine, redirect, &accepting);
     struct pc_views *before = item->views;
     item->views = views;
     pc_views_release(before);
@@ -86,53 +86,53 @@ static void give_up(pc_engine_object *self, void *argument) {
         giving->item->is_quiet = true; /* its end may stand in the queue */
 }
 
-static PyObject *receive_give_up(pc_face *face, PyObject *unused) {
+static PyObject *receive_give_up(pc_handle *handle, PyObject *unused) {
     (void)unused;
-    struct pc_py_item *item = face->item;
+    struct pc_py_item *item = handle->item;
     struct giving_up giving = {.item = item};
-    if (!pc_engine_do(face->engine, give_up, &giving) || !giving.given_up)
+    if (!pc_engine_do(handle->engine, give_up, &giving) || !giving.given_up)
         Py_RETURN_FALSE;
     pc_views_release(item->views);
     item->views = NULL;
     Py_RETURN_TRUE;
 }
 
-static PyObject *receive_header(pc_face *face, void *unused) {
+static PyObject *receive_header(pc_handle *handle, void *unused) {
     (void)unused;
-    struct pc_py_item *item = face->item;
+    struct pc_py_item *item = handle->item;
     if (item->header == NULL)
         return PyErr_NoMemory();
     return PyBytes_FromStringAndSize((char *)item->header, (Py_ssize_t)item->header_nbytes);
 }
 
-static PyObject *receive_payload(pc_face *face, void *unused) {
+static PyObject *receive_payload(pc_handle *handle, void *unused) {
     (void)unused;
-    struct pc_py_item *item = face->item;
+    struct pc_py_item *item = handle->item;
     if (item->payload == NULL)
         Py_RETURN_NONE;
     return PyMemoryView_FromMemory((char *)(uintptr_t)item->payload, (Py_ssize_t)item->nbytes,
                                    PyBUF_READ);
 }
 
-static PyObject *receive_peer(pc_face *face, void *unused) {
+static PyObject *receive_peer(pc_handle *handle, void *unused) {
     (void)unused;
-    return PyLong_FromLong(face->item->peer);
+    return PyLong_FromLong(handle->item->peer);
 }
-static PyObject *receive_nbytes(pc_face *face, void *unused) {
+static PyObject *receive_nbytes(pc_handle *handle, void *unused) {
     (void)unused;
-    return PyLong_FromSize_t(face->item->nbytes);
+    return PyLong_FromSize_t(handle->item->nbytes);
 }
-static PyObject *receive_order(pc_face *face, void *unused) {
+static PyObject *receive_order(pc_handle *handle, void *unused) {
     (void)unused;
-    return PyLong_FromUnsignedLongLong(face->item->order);
+    return PyLong_FromUnsignedLongLong(handle->item->order);
 }
-static PyObject *receive_number(pc_face *face, void *unused) {
+static PyObject *receive_number(pc_handle *handle, void *unused) {
     (void)unused;
-    return PyLong_FromUnsignedLongLong(face->item->receive.posted.queued.number);
+    return PyLong_FromUnsignedLongLong(handle->item->receive.posted.queued.number);
 }
-static PyObject *receive_sender_waits(pc_face *face, void *unused) {
+static PyObject *receive_sender_waits(pc_handle *handle, void *unused) {
     (void)unused;
-    return PyBool_FromLong(face->item->sender_waits);
+    return PyBool_FromLong(handle->item->sender_waits);
 }
 struct looking {
     struct pc_py_item *item;
@@ -154,11 +154,11 @@ static void look(pc_engine_object *self, void *argument) {
         (void)pc_item_taken(looking->item); /* now Python knows of its message */
 }
 
-static PyObject *receive_state(pc_face *face, void *unused) {
+static PyObject *receive_state(pc_handle *handle, void *unused) {
     (void)unused;
-    struct looking looking = {.item = face->item};
-    if (!pc_engine_do(face->engine, look, &looking)) /* it is closed: nobody else writes there */
-        looking.state = face->item->receive.state;
+    struct looking looking = {.item = handle->item};
+    if (!pc_engine_do(handle->engine, look, &looking)) /* it is closed: nobody else writes there */
+        looking.state = handle->item->receive.state;
     return PyLong_FromLong(looking.state);
 }
 
@@ -174,20 +174,20 @@ static void find_link_id(pc_engine_object *self, void *argument) {
         finding->id = pc_link_id_of_message(&self->queue, receive->message);
 }
 
-static PyObject *receive_link_id(pc_face *face, void *unused) {
+static PyObject *receive_link_id(pc_handle *handle, void *unused) {
     (void)unused;
-    struct finding finding = {.item = face->item};
-    if (face->engine->has_queue)
-        pc_engine_do(face->engine, find_link_id, &finding);
+    struct finding finding = {.item = handle->item};
+    if (handle->engine->has_queue)
+        pc_engine_do(handle->engine, find_link_id, &finding);
     return PyLong_FromUnsignedLongLong(finding.id);
 }
 
-static PyObject *receive_status(pc_face *face, void *unused) {
+static PyObject *receive_status(pc_handle *handle, void *unused) {
     (void)unused;
-    struct looking looking = {.item = face->item};
-    if (!pc_engine_do(face->engine, look_at_status, &looking)) /* it is closed: nobody else writes
+    struct looking looking = {.item = handle->item};
+    if (!pc_engine_do(handle->engine, look_at_status, &looking)) /* it is closed: nobody else writes
                                                                   there */
-        looking.status = face->item->status;
+        looking.status = handle->item->status;
     return PyLong_FromLong(looking.status);
 }
 
@@ -216,9 +216,9 @@ static void count(pc_engine_object *engine, void *argument) {
         pc_receive_count(receive);
 }
 
-static PyObject *receive_count(pc_face *face, PyObject *unused) {
+static PyObject *receive_count(pc_handle *handle, PyObject *unused) {
     (void)unused;
-    pc_engine_do(face->engine, count, &face->item->receive);
+    pc_engine_do(handle->engine, count, &handle->item->receive);
     Py_RETURN_NONE;
 }
 
@@ -239,7 +239,7 @@ static PyMethodDef receive_methods[] = {
 };
 
 static PyType_Slot receive_slots[] = {
-    {Py_tp_dealloc, pc_item_face_dealloc},
+    {Py_tp_dealloc, pc_item_handle_dealloc},
     {Py_tp_methods, receive_methods},
     {Py_tp_getset, receive_values},
     {Py_tp_doc, "A receive, or a message that has come."},
@@ -248,7 +248,7 @@ static PyType_Slot receive_slots[] = {
 
 PyType_Spec pc_receive_spec = {
     .name = "pycoll._transports._core.Receive",
-    .basicsize = sizeof(pc_face),
+    .basicsize = sizeof(pc_handle),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = receive_slots,
 };

@@ -49,9 +49,9 @@ PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t
         return NULL;
     struct pc_py_item *item = sending.item = calloc(1, sizeof *item);
     struct iovec *parts = malloc((size_t)(views->count + 1) * sizeof *parts);
-    PyObject *face =
-        item != NULL && parts != NULL ? pc_item_make_face(send_type, self, item) : NULL;
-    if (face == NULL) {
+    PyObject *handle =
+        item != NULL && parts != NULL ? pc_item_make_handle(send_type, self, item) : NULL;
+    if (handle == NULL) {
         free(item);
         free(parts);
         pc_views_release(views);
@@ -69,15 +69,15 @@ PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t
     item->send.keeper.object = views->count == 1 ? views->views[0].obj : NULL;
     item->is_quiet = self->has_queue;
     if (!pc_engine_do(self, send, &sending)) {
-        Py_DECREF(face);
+        Py_DECREF(handle);
         return pc_engine_is_closed();
     }
     if (self->has_queue && sending.answer == PC_UNDER_WAY)
         pc_engine_do(self, look_at_send, &sending);
     if (sending.answer == PC_UNDER_WAY)
-        return face;
+        return handle;
     int status = item->send.status;
-    Py_DECREF(face);
+    Py_DECREF(handle);
     return status == 0 ? Py_NewRef(Py_None) : PyLong_FromLong(status);
 }
 
@@ -92,11 +92,11 @@ static void stop(pc_engine_object *self, void *argument) {
     stopping->stopped = pc_send_stop(&stopping->item->send);
 }
 
-static PyObject *send_stop(pc_face *face, PyObject *unused) {
+static PyObject *send_stop(pc_handle *handle, PyObject *unused) {
     (void)unused;
-    struct stopping stopping = {.item = face->item};
-    pc_link_before_stop(face->engine, &face->item->send);
-    pc_engine_do(face->engine, stop, &stopping);
+    struct stopping stopping = {.item = handle->item};
+    pc_link_before_stop(handle->engine, &handle->item->send);
+    pc_engine_do(handle->engine, stop, &stopping);
     return PyBool_FromLong(stopping.stopped);
 }
 
@@ -109,7 +109,7 @@ static PyMethodDef send_methods[] = {
 };
 
 static PyType_Slot send_slots[] = {
-    {Py_tp_dealloc, pc_item_face_dealloc},
+    {Py_tp_dealloc, pc_item_handle_dealloc},
     {Py_tp_methods, send_methods},
     {Py_tp_doc, "A message that is under way to another rank."},
     {0, NULL},
@@ -117,7 +117,7 @@ static PyType_Slot send_slots[] = {
 
 PyType_Spec pc_send_spec = {
     .name = "pycoll._transports._core.Send",
-    .basicsize = sizeof(pc_face),
+    .basicsize = sizeof(pc_handle),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = send_slots,
 };

@@ -246,8 +246,8 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
         call.nbytes = (size_t)nbytes;
         call.hook = hook != Py_None ? hook : NULL;
         call.pass = pass_gate;
-        call.asks = wants != Py_None;
-        call.wants = wants == Py_True;
+        call.may_use_gpus = wants != Py_None;
+        call.wants_gpus = wants == Py_True;
         pc_sign_part(&call, salt, ndim, dims);
         int status = pc_run(&call);
         bool by_messages = status == PC_BY_MESSAGES;

@@ -44,7 +44,7 @@ typedef struct pc_comm {
     int entry;       /* in the host's table; -1: not attached */
     bool direct;     /* every rank may read every other's memory */
     bool together;   /* every rank has mapped every other's arena */
-    bool asks;       /* the same on all ranks: large reductions may be for GPUs */
+    bool may_use_gpus; /* the same on all ranks: large reductions may be for GPUs */
     bool usable;     /* attached, and not broken: the fast path may be taken */
     /* the thread that is in a call of Python's, which comes here for parts of it; */
     pthread_t caller;
@@ -105,7 +105,7 @@ typedef struct pc_collective {
     PyObject *hook; /* see all_reduce_in_pieces and offers in exchange.c; or NULL; borrowed */
     /* A reduction that may leave this memory for that of GPUs: all ranks are asked; and whether
        this one wants that. */
-    bool asks, wants;
+    bool may_use_gpus, wants_gpus;
     /* calls it: 0, or -1 with an exception */
     int (*pass)(struct pc_collective *call, size_t offset);
 } pc_collective;
@@ -297,7 +297,7 @@ static inline pc_collective pc_part_of(const pc_collective *call) {
     pc_collective part = *call;
     part.within = call;
     part.hook = NULL;
-    part.asks = false;
+    part.may_use_gpus = false;
     part.begins = NULL;
     return part;
 }

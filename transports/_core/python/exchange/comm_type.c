@@ -206,7 +206,7 @@ static PyObject *comm_get_choices(pc_comm *comm, void *unused) {
 }
 static PyObject *comm_get_ready(pc_comm *comm, void *unused) {
     (void)unused;
-    return PyBool_FromLong(comm->usable && !comm->host->engaged && !pc_host_failed(comm->host));
+    return PyBool_FromLong(comm->usable && !comm->host->python_busy && !pc_host_failed(comm->host));
 }
 
 /* Bytes of its region that take memory; 0 if it is not attached. */
@@ -248,13 +248,13 @@ static PyObject *comm_get_direct(pc_comm *comm, void *unused) {
     return PyBool_FromLong(comm->direct);
 }
 
-static PyObject *comm_get_asks(pc_comm *comm, void *unused) {
+static PyObject *comm_get_may_use_gpus(pc_comm *comm, void *unused) {
     (void)unused;
-    return PyBool_FromLong(comm->asks);
+    return PyBool_FromLong(comm->may_use_gpus);
 }
-static int comm_set_asks(pc_comm *comm, PyObject *value, void *unused) {
+static int comm_set_may_use_gpus(pc_comm *comm, PyObject *value, void *unused) {
     (void)unused;
-    comm->asks = value == Py_True;
+    comm->may_use_gpus = value == Py_True;
     return 0;
 }
 
@@ -275,7 +275,7 @@ static PyGetSetDef comm_getset[] = {
      "Bytes of its region that take memory; 0 if it is not mapped.", NULL},
     {"deadline", (getter)comm_get_deadline, NULL,
      "Until when the call under way may take, of time.monotonic; math.inf: it has none.", NULL},
-    {"asks", (getter)comm_get_asks, (setter)comm_set_asks,
+    {"may_use_gpus", (getter)comm_get_may_use_gpus, (setter)comm_set_may_use_gpus,
      "Whether large reductions ask all ranks if they are for GPUs; the same on all ranks.", NULL},
     {"attached", (getter)comm_get_attached, NULL, "Whether its region is mapped.", NULL},
     {"direct", (getter)comm_get_direct, NULL, "Whether the ranks read each other's memory.", NULL},

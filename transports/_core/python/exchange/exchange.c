@@ -339,7 +339,7 @@ static bool is_in_pieces(const pc_collective *call) {
 }
 
 static bool is_worth_asking(const pc_collective *call) {
-    return call->nbytes >= (call->asks ? PC_ASK_NBYTES : PC_CUDA_IPC_NBYTES);
+    return call->nbytes >= (call->may_use_gpus ? PC_ASK_NBYTES : PC_CUDA_IPC_NBYTES);
 }
 
 /* A rank whose array is on a GPU would rather have it stay there: in a collective that moves one
@@ -349,7 +349,7 @@ static bool is_worth_asking(const pc_collective *call) {
 static int offers(pc_collective *call) {
     pc_comm *comm = call->comm;
     bool brings = call->hook != NULL && !is_in_pieces(call);
-    char mine = call->asks ? call->wants : call->hook != NULL, all[comm->size];
+    char mine = call->may_use_gpus ? call->wants_gpus : call->hook != NULL, all[comm->size];
     if (!is_worth_asking(call))
         return brings ? call->pass(call, 0) : 0;
     pc_collective vote = pc_part_of(call);
@@ -385,7 +385,7 @@ static int run_large(pc_collective *call, bool direct) {
 
 int pc_run(pc_collective *call) {
     struct pc_slot *slot;
-    bool asks = call->asks || call->kind == PC_GATHER || call->kind == PC_ALL_GATHER ||
+    bool asks = call->may_use_gpus || call->kind == PC_GATHER || call->kind == PC_ALL_GATHER ||
                 call->kind == PC_ALL_TO_ALL;
     if (PC_UNLIKELY(asks && (is_worth_asking(call) || call->hook != NULL))) {
         int status = offers(call);

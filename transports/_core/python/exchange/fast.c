@@ -35,8 +35,8 @@ static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, const str
     call.nbytes = x->nbytes;
     if (kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL)
         call.nbytes /= (size_t)comm->size;
-    call.asks = comm->asks && (kind == PC_ALL_REDUCE || kind == PC_REDUCE ||
-                               kind == PC_REDUCE_SCATTER);
+    call.may_use_gpus = comm->may_use_gpus && (kind == PC_ALL_REDUCE || kind == PC_REDUCE ||
+                                               kind == PC_REDUCE_SCATTER);
     call.x_object = values[X];
     call.op_object = values[OP];
     pc_sign(&call, 0, x->ndim, x->dims);
@@ -137,7 +137,7 @@ static inline PyObject *collective(pc_shared *self, int kind, PyObject *const *a
                                    Py_ssize_t count, PyObject *keywords) {
     pc_comm *comm = self->comm;
     PyObject *values[ARGUMENTS] = {NULL};
-    if (PC_LIKELY(comm->usable && !comm->claimed && !comm->busy && !comm->host->engaged &&
+    if (PC_LIKELY(comm->usable && !comm->claimed && !comm->busy && !comm->host->python_busy &&
                   !pc_host_failed(comm->host)) &&
         parse(kind, args, count, keywords, values) && is_none(values[ALGORITHM])) {
         PyObject *result = NULL;

@@ -87,7 +87,7 @@ static PyObject *reduce_scatterv(pc_shared *self, PyObject *const *args, Py_ssiz
                                  PyObject *keywords) {
     pc_comm *comm = self->comm;
     PyObject *values[ARGUMENTS] = {NULL};
-    if (comm->usable && !comm->claimed && !comm->busy && !comm->host->engaged &&
+    if (comm->usable && !comm->claimed && !comm->busy && !comm->host->python_busy &&
         !pc_host_failed(comm->host) && parse(PC_REDUCE_SCATTERV, args, count, keywords, values) &&
         is_none(values[ALGORITHM]) && values[X] != NULL &&
         values[COUNTS] != NULL) {

@@ -399,7 +399,7 @@ static PyObject *uneven(pc_shared *self, int kind, PyObject *const *args, Py_ssi
     struct uneven_call call = {.comm = comm, .kind = kind, .known = &self->uneven[kind]};
     struct pc_deadline deadline = {0, 0};
     size_t share = (size_t)(ROWS_NBYTES / comm->size / ALIGNMENT * ALIGNMENT);
-    if (comm->usable && comm->direct && !comm->claimed && !comm->busy && !comm->host->engaged &&
+    if (comm->usable && comm->direct && !comm->claimed && !comm->busy && !comm->host->python_busy &&
         comm->size <= MAX_SIZE && !pc_host_failed(comm->host) &&
         parse(twins[kind], args, count, keywords, values) &&
         pc_timeout(values[TIMEOUT], comm->op_timeout_ns, &deadline.timeout_ns) &&

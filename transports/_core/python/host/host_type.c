@@ -131,8 +131,8 @@ static PyMethodDef host_methods[] = {
 };
 
 static PyMemberDef host_members[] = {
-    {"engaged", T_BOOL, offsetof(pc_host_object, host.engaged), 0,
-     "Whether a thread is in the engine."},
+    {"python_busy", T_BOOL, offsetof(pc_host_object, host.python_busy), 0,
+     "Whether a thread holds the lock of the engine in Python."},
     {NULL, 0, 0, 0, NULL},
 };
 

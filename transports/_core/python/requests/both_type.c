@@ -75,7 +75,7 @@ PyObject *pc_both_wait_method(PyObject *object, PyObject *const *args, Py_ssize_
         return result;
     }
     struct pc_patience patience = pc_patience(timeout_ns);
-    bool may_wait = are_done(self) || !self->received->messages->engine->engaged;
+    bool may_wait = are_done(self) || !self->received->messages->engine->python_busy;
     int done = may_wait ? pc_request_wait(self->received, patience.until_ns) : 0;
     if (done > 0 && is_well(self->received))
         done = pc_request_wait(self->sent, patience.until_ns);
@@ -92,7 +92,7 @@ PyObject *pc_both_wait_method(PyObject *object, PyObject *const *args, Py_ssize_
 static PyObject *both_test(pc_both *self, PyObject *unused) {
     (void)unused;
     pc_engine_object *engine = self->received->messages->engine;
-    if (!are_done(self) && !engine->engaged) {
+    if (!are_done(self) && !engine->python_busy) {
         pc_engine_look(engine);
         if (pc_request_go_on(self->received) < 0 || pc_engine_hear(engine) < 0)
             return NULL;

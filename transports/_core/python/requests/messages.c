@@ -8,7 +8,7 @@
 
 bool pc_messages_may_start(const pc_messages *self) {
     const pc_engine_object *engine = self->engine;
-    return PC_LIKELY(self->context->messages_usable && !engine->engaged) &&
+    return PC_LIKELY(self->context->messages_usable && !engine->python_busy) &&
            atomic_load_explicit(&engine->drive.closed, memory_order_relaxed) == PC_DRIVE_OPEN &&
            (engine->host == NULL || !pc_host_failed(engine->shm.channel.host));
 }

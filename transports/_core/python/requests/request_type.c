@@ -67,7 +67,7 @@ PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args,
     if (pc_request_is_done(self))
         return pc_request_result(self);
     struct pc_patience patience = pc_patience(timeout_ns);
-    int done = self->messages->engine->engaged ? 0 : pc_request_wait(self, patience.until_ns);
+    int done = self->messages->engine->python_busy ? 0 : pc_request_wait(self, patience.until_ns);
     if (done != 0)
         return done > 0 ? pc_request_result(self) : NULL;
     PyObject *left = pc_patience_left(&patience);
@@ -80,7 +80,7 @@ PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args,
 static PyObject *request_test(struct pc_request *self, PyObject *unused) {
     (void)unused;
     pc_engine_object *engine = self->messages->engine;
-    if (!pc_request_is_done(self) && !engine->engaged) {
+    if (!pc_request_is_done(self) && !engine->python_busy) {
         pc_engine_look(engine);
         if (pc_request_go_on(self) < 0 || pc_engine_hear(engine) < 0)
             return NULL;

@@ -154,7 +154,7 @@ static PyObject *new_value(const struct claim *claim, void **data) {
 
 struct passing {
     struct claim *claim;
-    PyObject *face;
+    PyObject *handle;
     bool is_mine, has_message;
 };
 
@@ -165,24 +165,24 @@ static void pass(pc_engine_object *engine, void *argument) {
     passing->is_mine = is_mine(passing->claim);
     passing->has_message = passing->is_mine && receive->state == PC_RECEIVE_HELD;
     if (passing->has_message)
-        (void)pc_item_take_over(passing->face, receive);
+        (void)pc_item_take_over(passing->handle, receive);
 }
 
 /* Python goes on with it. What is said of a message that was refused is where it was in the
    queue. */
 static int pass_on(struct claim *claim) {
     struct pc_request *request = claim->request;
-    struct passing passing = {.claim = claim, .face = pc_item_receive(request->messages->engine)};
-    if (passing.face == NULL)
+    struct passing passing = {.claim = claim, .handle = pc_item_receive(request->messages->engine)};
+    if (passing.handle == NULL)
         return -1;
     PyObject *done = NULL;
     if (!pc_engine_do(request->messages->engine, pass, &passing) || !passing.is_mine)
         done = Py_NewRef(Py_None);
     else
         done = PyObject_CallMethod((PyObject *)request, "_take_over", "OK",
-                                   passing.has_message ? passing.face : Py_None,
+                                   passing.has_message ? passing.handle : Py_None,
                                    (unsigned long long)request->receive.posted.queued.number);
-    Py_DECREF(passing.face);
+    Py_DECREF(passing.handle);
     Py_XDECREF(done);
     return done != NULL ? 0 : -1;
 }

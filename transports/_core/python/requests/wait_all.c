@@ -99,7 +99,7 @@ static bool collect(struct gathering *gathering) {
             return false;
         gathering->engine = engine;
     }
-    return gathering->engine != NULL && !gathering->engine->engaged;
+    return gathering->engine != NULL && !gathering->engine->python_busy;
 }
 
 static bool is_done(const struct awaited *awaited) {
