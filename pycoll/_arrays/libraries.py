@@ -98,12 +98,10 @@ def wrap_torch(torch: Any, x: Any, writing: bool) -> Value:
         if on_gpu:
             with _staging_for("torch"):
                 return _stage_torch(torch, x, plain, dtype, writing)
-        # Not by DLPack: that takes ten times as long, for nothing that these two lines have not.
-        if dtype.foreign:  # unknown to NumPy, and uint16 to older PyTorch
-            bits = torch.int16 if dtype.itemsize == 2 else torch.uint8
-            array = plain.view(bits).numpy().view(dtype.storage)
-        else:
-            array = plain.numpy()
+        if type(plain).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise TypeError("it is a subclass with a __torch_dispatch__")
+        # Not by DLPack: that takes ten times as long, for nothing that this has not.
+        array = np.asarray(_TensorMemory(plain, dtype.storage))
     except (RuntimeError, TypeError, ValueError) as exc:
         is_batched = getattr(getattr(torch._C, "_functorch", None), "is_batchedtensor", None)
         if is_batched is not None and is_batched(x):
@@ -120,6 +118,31 @@ def wrap_torch(torch: Any, x: Any, writing: bool) -> Value:
     return Value(array, dtype, "torch", x)
 
 
+class _TensorMemory:
+    """The memory of a tensor, for NumPy, whose array keeps the tensor.
+
+    After Tensor.numpy() its storage could not be resized any more, as FSDP does.
+    """
+
+    def __init__(self, tensor: Any, storage: np.dtype[Any]) -> None:
+        pointer, shape = tensor.data_ptr(), tuple(tensor.shape)
+        if not pointer:
+            if tensor.numel():
+                raise TypeError("it has no memory")
+            pointer = _NOWHERE.ctypes.data
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (pointer, False),
+            "shape": shape,
+            "strides": tuple([stride * storage.itemsize for stride in tensor.stride()]),
+            "typestr": storage.str,
+        }
+
+
+_NOWHERE: Final = np.empty(1)
+"""Where arrays without elements are."""
+
 _introduced: Final[set[type]] = set()
 """Types of tensors that the core has been told of, if there is anything to tell."""
 
@@ -134,7 +157,13 @@ def _introduce_torch(torch: Any, x: Any) -> None:
         tell = getattr(torch._C, "_increment_version", None)
         if tell is None:
             tell = torch.autograd.graph.increment_version
-        _core.add_library("torch", x, tell, lambda x: wrap_torch(torch, x, writing=False).array)
+
+        def kept(tensor: Any) -> Any:
+            """Keep its memory while a call goes on: its storage cannot be resized any more."""
+            plain = tensor.detach()
+            return (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
+
+        _core.add_library("torch", x, tell, kept)
     if len(_introduced) < _MOST_INTRODUCED:
         _introduced.add(cls)
 

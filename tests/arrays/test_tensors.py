@@ -262,6 +262,26 @@ def test_tensors_inside_of_transforms_and_fake_ones_are_refused(ranks: Any, torc
 
 
 @ON_BOTH
+def test_storages_can_be_resized_after_calls_that_block(ranks: Any, torch: Any) -> None:
+    def program(comm: Any) -> None:
+        import torch
+
+        x, parts = torch.ones(4), [torch.zeros(4), torch.zeros(4)]
+        half = torch.ones(4, dtype=torch.bfloat16)
+        table = torch.zeros(4, 2)
+        comm.all_reduce(x, out=x)
+        comm.all_gather(x, out=parts)
+        comm.all_gatherv(half[: comm.rank + 1])
+        comm.all_reduce(torch.ones(4), out=table[:, 0])
+        assert table[:, 0].tolist() == parts[1].tolist() == [2, 2, 2, 2]
+        for tensor in (x, *parts, half, table):  # as FSDP does
+            tensor.untyped_storage().resize_(0)
+            assert tensor.untyped_storage().nbytes() == 0
+
+    ranks(program)
+
+
+@ON_BOTH
 def test_a_request_keeps_the_memory_of_its_tensors(ranks: Any, torch: Any) -> None:
     def program(comm: Any) -> None:
         import sys
