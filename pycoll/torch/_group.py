@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import pycoll
 from pycoll.torch import _collectives as collectives
 from pycoll.torch._memory import TensorReduction, bytes_of, row
 from pycoll.torch._queue import CallQueue
-from pycoll.torch._work import CallWork, GroupWork, MessageWork, translating
+from pycoll.torch._work import CallWork, GroupWork, MessageWork, translated, translating
 from pycoll.torch._world import GroupSeat
 
 Tensors = Sequence[Any]
@@ -51,6 +50,7 @@ class PycollGroup(distributed.ProcessGroup):
         super().__init__(seat.comm.rank, seat.comm.size)
         self._seat, self._comm, self._timeout = seat, seat.comm, seconds
         self._queue = CallQueue(f"pycoll {seat.comm.name}")
+        self._reductions: dict[Any, TensorReduction] = {}
         self._coalesced: list[GroupWork] | None = None
         self._name = self._description = ""
 
@@ -90,18 +90,30 @@ class PycollGroup(distributed.ProcessGroup):
     def _begin(
         self, opts: Any, filled: Tensors, call: Callable[..., object], *args: Any
     ) -> GroupWork:
-        """Run ``call(comm, *args, seconds)``, or have it run when those before it are done."""
-        run: Callable[[float], object] = partial(call, self._comm, *args)
+        """Make ``call(comm, *args, seconds)``, or have it made when those before it are done."""
+        seconds, timeout = self._timeout, getattr(opts, "timeout", _NONE)
+        if timeout > _NONE:
+            seconds = timeout.total_seconds()
+        is_async = getattr(opts, "asyncOp", True)
+        if not is_async and self._queue.begin():
+            try:
+                call(self._comm, *args, seconds)
+            except pycoll.Error as exc:
+                raise translated(exc) from exc
+            finally:
+                self._queue.done()
+            return GroupWork(filled)
+        if torch.is_inference_mode_enabled():  # another thread may not fill such tensors
+            call = torch.inference_mode()(call)
         gpus = [tensor.device for tensor in filled if tensor.is_cuda]
         if gpus:  # another thread has another current stream
-            run = partial(_on_stream, torch.cuda.current_stream(gpus[0]), run)
-        timeout = getattr(opts, "timeout", _NONE)
-        seconds = timeout.total_seconds() if timeout > _NONE else self._timeout
-        work = CallWork(self._queue, run, filled, seconds)
-        if getattr(opts, "asyncOp", True):
-            self._queue.add(work)
+            args = (torch.cuda.current_stream(gpus[0]), call, self._comm, *args)
+            work = CallWork(self._queue, filled, _on_stream, *args, seconds)
         else:
-            self._queue.run(work)
+            work = CallWork(self._queue, filled, call, self._comm, *args, seconds)
+        self._queue.add(work)
+        if not is_async:
+            work.wait()
         return self._noted(work)
 
     def _noted(self, work: GroupWork) -> GroupWork:
@@ -118,7 +130,12 @@ class PycollGroup(distributed.ProcessGroup):
 
     def _by(self, opts: Any) -> TensorReduction:
         op = distributed.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-        return TensorReduction(op, self._comm.size)
+        found = self._reductions.get(op)
+        if found is None:
+            found = TensorReduction(op, self._comm.size)
+            if op != distributed.ReduceOp.PREMUL_SUM:  # those differ in their factors
+                self._reductions[op] = found
+        return found
 
     # --- collectives -----------------------------------------------------------------------
 
@@ -235,6 +252,6 @@ def _listed(tensors: Any) -> Tensors:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
-def _on_stream(stream: Any, call: Callable[[float], object], seconds: float) -> None:
+def _on_stream(stream: Any, call: Callable[..., object], *args: Any) -> None:
     with torch.cuda.stream(stream):
-        call(seconds)
+        call(*args)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
@@ -18,17 +17,12 @@ def _dtypes(names: str) -> frozenset[Any]:
     return frozenset(getattr(torch, name) for name in names.split() if hasattr(torch, name))
 
 
-_FLOAT8 = _dtypes("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz")
-"""They move, and are reduced as float32."""
+_FLOATS = _dtypes("float16 bfloat16 float32 float64 complex64 complex128")
+_KNOWN = _FLOATS | _dtypes("bool uint8 uint16 uint32 uint64 int8 int16 int32 int64")
+"""Dtypes that pycoll reduces; all others move as bytes."""
 
-_NUMPY = {
-    getattr(torch, name): np.dtype(name).str
-    for name in (
-        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-}
-"""Dtypes that NumPy has, too, and what it calls them."""
+_FLOAT8 = _dtypes("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz")
+"""They are reduced as float32."""
 
 _OPERATORS = (
     *(("sum", ReduceOp.SUM), ("avg", ReduceOp.AVG), ("prod", ReduceOp.PRODUCT)),
@@ -39,7 +33,12 @@ _OPERATORS = (
 
 def row(tensor: Any) -> Any:
     """Return a tensor's elements one after the other: its own memory, or a copy (see `land`)."""
-    return tensor.data.contiguous().view(-1)
+    x = tensor.data
+    if x.is_neg() or x.is_conj():  # its memory holds other values than it shows
+        x = x.resolve_conj().resolve_neg()
+    if not x.is_contiguous():
+        x = x.contiguous()
+    return x if x.ndim == 1 else x.view(-1)
 
 
 def rows(tensor: Any, count: int) -> Any:
@@ -59,28 +58,9 @@ def land(tensor: Any, filled: Any) -> None:
         tensor.data.copy_(filled.view(tensor.shape))
 
 
-def array(elements: Any) -> Any:
-    """Return what pycoll takes for elements that are moved or reduced."""
-    name = _NUMPY.get(elements.dtype)
-    if name is None and elements.dtype != torch.bfloat16:
-        return array(elements.view(torch.uint8))
-    if name is None or elements.is_cuda or not elements.numel():
-        return elements
-    return np.asarray(TensorMemory(elements, name))
-
-
-class TensorMemory:
-    """The memory of a contiguous tensor, for NumPy; what is made of it keeps the tensor.
-
-    After `Tensor.numpy` a storage cannot be resized any more, as FSDP does.
-    """
-
-    def __init__(self, tensor: Any, dtype: str) -> None:
-        self.tensor = tensor
-        place = (tensor.data_ptr(), False)
-        self.__array_interface__ = {
-            "version": 3, "data": place, "shape": tuple(tensor.shape), "typestr": dtype
-        }  # fmt: skip
+def movable(elements: Any) -> Any:
+    """Return what pycoll takes for elements that only move."""
+    return elements if elements.dtype in _KNOWN else elements.view(torch.uint8)
 
 
 def bytes_of(elements: Any) -> Any:
@@ -89,40 +69,47 @@ def bytes_of(elements: Any) -> Any:
 
 
 class TensorReduction:
-    """A ReduceOp, and how so many ranks reduce by it: pycoll's operator `name`, and more."""
+    """A ReduceOp, and how so many ranks reduce by it.
+
+    Attributes:
+        name: of pycoll's operator.
+        dtypes: of tensors that pycoll reduces so, without anything before or after it.
+    """
 
     def __init__(self, op: Any, size: int) -> None:
-        self._size = size
-        self._factor = None
+        self._size, self._factor = size, None
         self.name: Any = next((name for name, other in _OPERATORS if op == other), "")
+        self.dtypes = _FLOATS if self.name == "avg" else _KNOWN
         if not self.name:
             if op != ReduceOp.PREMUL_SUM:
                 raise ValueError(f"pycoll does not know the operator {op}")
-            self.name, self._factor = "sum", op.factor
+            self.name, self._factor, self.dtypes = "sum", op.factor, frozenset()
 
-    def is_plain(self, tensor: Any) -> bool:
-        """Whether pycoll's operator is all."""
-        is_averaged = self.name == "avg" or self._factor is not None
-        return not (is_averaged or tensor.is_sparse or tensor.dtype in _FLOAT8)
+    def given(self, x: Any, out: Any) -> tuple[Any, Any, Any]:
+        """Return what pycoll takes for x, for the operator, and for out.
 
-    def run(self, call: Any, x: Any, out: Any) -> None:
-        """Reduce x into out, which may be x, or None on a rank that gets no result.
-
-        `call` takes an array, the name of an operator of pycoll's, and an array for the result.
+        `out` may be x, or None on a rank that gets no result. `finish` follows.
         """
-        name, dtype = self.name, x.dtype
-        is_whole = not dtype.is_floating_point and not dtype.is_complex
-        if is_whole and name == "avg":  # pycoll has averages of floats
-            name = "sum"
-        source = x if self._factor is None else x * self._factor
-        result = out
-        if dtype in _FLOAT8:
-            source = source.float()
+        if x.dtype in self.dtypes:
+            return x, self.name, out
+        source, result = x, out
+        if x.dtype in _FLOAT8:
+            source = x.float()
             if out is not None:
                 result = source if out is x else torch.empty_like(out, dtype=source.dtype)
-        given = array(source)
-        call(given, name, given if result is source else None if result is None else array(result))
+        if self._factor is not None:
+            source = source * self._factor
+        return source, "sum" if self.name == "avg" and _is_whole(x) else self.name, result
+
+    def finish(self, result: Any, out: Any) -> None:
+        """Bring the result to `out`."""
+        if out is None or out.dtype in self.dtypes:
+            return
         if result is not out:
             out.copy_(result)
-        if is_whole and self.name == "avg" and out is not None:
+        if self.name == "avg" and _is_whole(out):
             out.div_(self._size, rounding_mode="trunc")
+
+
+def _is_whole(x: Any) -> bool:
+    return not x.dtype.is_floating_point and not x.dtype.is_complex

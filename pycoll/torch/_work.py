@@ -26,6 +26,7 @@ from pycoll.torch._queue import CallQueue
 
 _NO_LIMIT = timedelta(0)  # how PyTorch says that a wait has no deadline of its own
 _handing_out = threading.Lock()  # a future is given out, or the work is done: one comes first
+_landing = threading.Lock()
 # It starts threads as they are needed. Each may wait for the next: a bound would be a deadlock.
 _threads = ThreadPoolExecutor(10_000, "pycoll.torch")
 
@@ -52,29 +53,29 @@ def translating() -> Iterator[None]:
 
 
 class GroupWork(Work):
-    """A call that is done, or will be, and fills `tensors`, the value of its future.
+    """A call that fills `tensors`, the value of its future, and is done.
 
     C++ calls `wait` and `get_future`, Python all methods.
     """
 
+    is_done = True
+    _error: Exception | None = None
+    _future: Any = None  # that is completed
+    _given: Any = None  # its child, that is given out
+
     def __init__(self, tensors: Sequence[Any]) -> None:
         super().__init__()
         self.tensors = tensors
-        self._error: Exception | None = None
-        self._is_done = False
-        self._future: Any = None  # that is completed
-        self._given: Any = None  # its child, that is given out
 
     def wait_until_done(self, seconds: float | None) -> None:
         """Return when it is done, in whatever way; None: however long that takes."""
-        raise NotImplementedError
 
     def _watch(self) -> None:
         """See to it that `_finish` is called although nobody waits."""
 
     def _finish(self, error: Exception | None) -> None:
         with _handing_out:
-            self._error, self._is_done = error, True
+            self._error, self.is_done = error, True
             has_future = self._future is not None
         if has_future:
             try:
@@ -89,7 +90,7 @@ class GroupWork(Work):
             self._future.set_exception(self._error)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        if not self._is_done:
+        if not self.is_done:
             self.wait_until_done(timeout.total_seconds() if timeout > _NO_LIMIT else None)
         if self._error is not None:
             raise self._error
@@ -102,7 +103,7 @@ class GroupWork(Work):
             gpus = {tensor.device for tensor in self.tensors if tensor.is_cuda}
             self._future = torch.futures.Future(devices=[*gpus])
             self._given = self._future.then(lambda future: future.value())
-            is_done = self._is_done
+            is_done = self.is_done
         if is_done:
             self._complete()  # nobody has it yet: no callback runs here
         else:
@@ -110,7 +111,7 @@ class GroupWork(Work):
         return self._given
 
     def is_completed(self) -> bool:
-        return self._is_done
+        return self.is_done
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -132,38 +133,46 @@ class GroupWork(Work):
 
 
 class CallWork(GroupWork):
-    """A collective, which the queue of its group runs by ``call(seconds)``."""
+    """A collective, which the queue of its group runs: a function of `args`."""
+
+    is_done = False
+    _ended: threading.Event | None = None
 
     def __init__(
-        self, queue: CallQueue, call: Callable[..., Any], tensors: Sequence[Any], seconds: float
+        self, queue: CallQueue, tensors: Sequence[Any], call: Callable[..., Any], *args: Any
     ) -> None:
         super().__init__(tensors)
-        self._queue, self._seconds = queue, seconds
-        self._call: Callable[..., Any] | None = call
-        self._under_way = threading.Lock()
-        self._under_way.acquire()
+        self._queue = queue
+        self._call: tuple[Any, ...] = (call, *args)
 
     def run(self) -> None:
         """Do it, in this thread; an error is kept for who waits."""
-        call, self._call = self._call, None  # what it holds is not needed any longer
-        assert call is not None
+        call, *args = self._call
+        self._call = ()  # what it holds is not needed any longer
         error: Exception | None = DistBackendError("pycoll: this collective was interrupted")
         try:
-            call(self._seconds)
+            call(*args)
             error = None
         except Exception as exc:
             error = translated(exc)
         finally:
             self._finish(error)
-            self._under_way.release()
+
+    def _finish(self, error: Exception | None) -> None:
+        super()._finish(error)
+        if self._ended is not None:
+            self._ended.set()
 
     def wait_until_done(self, seconds: float | None) -> None:
         if seconds is None:
             self._queue.help(self)
-        if not self._under_way.acquire(timeout=-1 if seconds is None else seconds):
+        with _handing_out:
+            if self.is_done:
+                return
+            self._ended = self._ended or threading.Event()
+        if not self._ended.wait(seconds):
             text = f"pycoll: Timed out : waited {seconds:g} s for a collective, which goes on"
             raise DistBackendError(text)
-        self._under_way.release()
 
 
 class MessageWork(GroupWork):
@@ -177,12 +186,14 @@ class MessageWork(GroupWork):
         status: of a receive.
     """
 
+    is_done = False
+
     def __init__(
         self, request: Request[Any], tensor: Any, seconds: float, place: Any, status: Status | None
     ) -> None:
         super().__init__([tensor])
         self._request, self._seconds, self._status = request, seconds, status
-        self._place, self._landing = place, threading.Lock()
+        self._place = place
 
     def wait_until_done(self, seconds: float | None) -> None:
         error: Exception | None = None
@@ -192,8 +203,8 @@ class MessageWork(GroupWork):
             raise translated(exc) from exc  # the message may come later
         except Exception as exc:
             error = translated(exc)
-        with self._landing:
-            if not self._is_done:
+        with _landing:
+            if not self.is_done:
                 if error is None and self._place is not None:
                     land(self.tensors[0], self._place)
                 self._finish(error)
@@ -202,9 +213,9 @@ class MessageWork(GroupWork):
         self._request.add_done_callback(lambda _: self.wait_until_done(None))
 
     def is_completed(self) -> bool:
-        if not self._is_done and self._request.test():
+        if not self.is_done and self._request.test():
             self.wait_until_done(None)
-        return self._is_done
+        return self.is_done
 
     def source_rank(self) -> int:
         self.wait()
