@@ -12,7 +12,7 @@ from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, Status
 from pycoll._runtime.task import CallSteps
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import part_of
-from pycoll.errors import OperationTimeout
+from pycoll.errors import Error
 
 if TYPE_CHECKING:
     from pycoll._calls import message_plans, message_steps
@@ -105,8 +105,8 @@ class PointToPoint(Running):
                 for request in begun:
                     request._task.cancel()  # also if the call did not even begin
                 is_well = all([request.is_well for request in begun])
-            if is_well and isinstance(exc, OperationTimeout):
-                return  # it was done before it could be given up
+            if is_well and isinstance(exc, Error):
+                return  # it was done before the error was heard of
             raise
 
     def recv(
