@@ -199,10 +199,12 @@ def _node() -> Node | None:
 
 
 def _address(text: str | None) -> str:
-    import ipaddress  # not at the top: hardly anybody says this
+    if not text:
+        return ""
+    import ipaddress  # not sooner: hardly anybody says this
 
     try:
-        return str(ipaddress.ip_address(text)) if text else ""
+        return str(ipaddress.ip_address(text))
     except ValueError:
         raise _UsageError(f"--address must be an IP address, not {text!r}") from None
 

@@ -3,8 +3,8 @@
 A process belongs to a job if its session is a rank's, or if it was started with the job's
 PYCOLL_JOB in its environment (a daemonized grandchild has a session of its own, but keeps that).
 
-The guardian is this file run by itself, `python -I -S guardian.py JOB PID SECONDS`, so it may
-import the standard library only. It reads lines from the launcher, or the agent of another host, on
+The guardian is this file by itself, in a `python -I -S` that gets JOB PID SECONDS, so it may import
+the standard library only. It reads lines from the launcher, or the agent of another host, on
 standard input: `session NUMBER` for each rank, `file PATH` for a file to be removed, `alive` now
 and then, and at the end `done`, or `sweep` if it could not. If its process ends without a word, or
 says nothing for so many seconds (0: that is no matter), the guardian sweeps, too.
@@ -22,6 +22,11 @@ import time
 from collections.abc import Iterator
 
 JOB_VARIABLE, RANK_VARIABLE = "PYCOLL_JOB", "PYCOLL_RANK"
+# An import, for the file to be compiled once and not for each job: that takes longer than the rest.
+_PROGRAM = (
+    "import sys; folder, _, name = sys.argv.pop(1)[:-3].rpartition('/');"
+    " sys.path.append(folder); __import__(name).main()"
+)
 _LATE_S = 2.0  # for a launcher that is continued to say something
 _SWEEP_S = 5.0  # longest time a sweep may take: a process in an uninterruptible call dies later
 _PASS_S = 0.2  # longest wait for the processes killed in one pass
@@ -235,7 +240,17 @@ def guarded(job: str, silent_s: float = 0.0) -> Iterator[Guardian]:
         # It must hold nothing of ours: no output that somebody reads to its end, no folder, and not
         # the id of an outer job, with which it would be swept before it has done its work.
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, job, str(os.getpid()), str(silent_s)],
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                "-c",
+                _PROGRAM,
+                __file__,
+                job,
+                str(os.getpid()),
+                str(silent_s),
+            ],
             stdin=end,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -308,7 +323,3 @@ def main() -> None:
         with contextlib.suppress(OSError):  # the system is out of descriptors or memory
             sweep(sessions, job)
         time.sleep(_REPEAT_S)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
+import os
 import struct
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ class Hello(NamedTuple):
 
 def make_hello(secret: Secret, hello: Hello) -> bytes:
     """Return the first message of a dialer."""
-    return _HELLO.pack(_MAGIC, secret.job, *hello, secrets.token_bytes(_NONCE_NBYTES))
+    return _HELLO.pack(_MAGIC, secret.job, *hello, os.urandom(_NONCE_NBYTES))
 
 
 def may_be_hello(message: bytes) -> bool:
@@ -79,7 +79,7 @@ def read_hello(secret: Secret, message: bytes) -> Hello | None:
 
 def make_reply(secret: Secret, hello: bytes) -> bytes:
     """Return what a listener answers to a hello: its nonce and its proof."""
-    nonce = secrets.token_bytes(_NONCE_NBYTES)
+    nonce = os.urandom(_NONCE_NBYTES)
     return nonce + _proof(secret, b"listener", hello, nonce)
 
 

@@ -332,7 +332,7 @@ def open_rdma(rank: int, size: int, choice: ChosenDevice) -> RdmaTransport | str
 
     To find out, a message is sent over two queue pairs: a device that opens need not be able to.
     """
-    name, port, gid = choice.device, choice.port, choice.gid.index
+    name, port, gid = choice.device, choice.port, choice.gid.table_index
     device: DevicePort | None = None
     try:
         device = DevicePort(name, port, gid, receives_for(size - 1), completions_for(size - 1))

@@ -18,7 +18,6 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import NamedTuple
 
@@ -34,17 +33,16 @@ _ROCE_BEST_FIRST = (
 )
 
 
-@dataclass(frozen=True)
-class Gid:
+class Gid(NamedTuple):
     """One address of a port.
 
-    index: its place in the port's table.
+    table_index: its place in the port's table.
     address: as of IPv6; an IPv4 address is written ``::ffff:192.0.2.1``.
     kind: ``"RoCE v2"``, or ``"IB/RoCE v1"``, which is also what InfiniBand has.
     netdev: name of the network interface whose address it is, "" if there is none.
     """
 
-    index: int
+    table_index: int
     address: str
     kind: str
     netdev: str
@@ -81,7 +79,7 @@ class ChosenDevice(NamedTuple):
 
     def __str__(self) -> str:
         gid = self.gid
-        return f"{self.device} port {self.port}, GID {gid.index} {gid.address} ({gid.kind})"
+        return f"{self.device} port {self.port}, GID {gid.table_index} {gid.address} ({gid.kind})"
 
 
 def ports(root: str = "/") -> list[Port]:
@@ -141,7 +139,7 @@ def usable_gid(port: Port, environ: Mapping[str, str], root: str = "/") -> Gid |
         return f"state {port.state or 'unknown'}, not ACTIVE: {todo}"
     wanted = environ.get("PYCOLL_RDMA_GID", "")
     if wanted:
-        known = {str(gid.index): gid for gid in port.gids}
+        known = {str(gid.table_index): gid for gid in port.gids}
         return known.get(wanted) or (
             f"PYCOLL_RDMA_GID={wanted} is no GID of it; there are {', '.join(known) or 'none'}"
         )
@@ -167,7 +165,7 @@ def best_gid(port: Port) -> Gid | None:
 def _preference(gid: Gid, link_layer: str) -> int | None:
     """0 for the best that there can be, None if it will not do."""
     if link_layer == INFINIBAND:
-        return 0 if gid.index == 0 else None
+        return 0 if gid.table_index == 0 else None
     what = gid.kind, _family(gid.address)
     return _ROCE_BEST_FIRST.index(what) if what in _ROCE_BEST_FIRST else None
 

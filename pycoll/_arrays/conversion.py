@@ -26,47 +26,33 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
-from pycoll import _dtypes as dtypes
-from pycoll._arrays import dlpack, refusals
-from pycoll._cuda.late_copies import LateCopies
-from pycoll._dtypes import Array, DType
-from pycoll._support.lazy_import import LazyModule
-
-if TYPE_CHECKING:
-    from pycoll._cuda import copies, cuda, staging
-else:  # for arrays on a GPU alone
-    copies, cuda = LazyModule("pycoll._cuda.copies"), LazyModule("pycoll._cuda.cuda")
-    staging = LazyModule("pycoll._cuda.staging")
-from pycoll._arrays.libraries import (
-    OBJECTS,
-    check_gradient,
-    importable,
-    recast,
-    staged,
-    tell_written,
-    to_jax,
-    to_library,
-    to_memoryview,
-    to_numpy,
-    to_torch,
-    wrap_array,
-    wrap_dlpack,
-    wrap_jax,
-    wrap_memoryview,
-    wrap_numpy,
-    wrap_torch,
-)
 from pycoll._arrays.value import ON_GPU
 from pycoll._arrays.value import Value as Value
 from pycoll._arrays.value import type_name as type_name
+from pycoll._cuda.late_copies import LateCopies
+from pycoll._support.lazy_import import LazyModule
 
-_NUMBERS: Final[dict[str, tuple[Callable[[Any], Any], DType]]] = {
-    "bool": (bool, dtypes.BOOL),
-    "int": (int, dtypes.INT64),
-    "float": (float, dtypes.FLOAT64),
-    "complex": (complex, dtypes.COMPLEX128),
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pycoll import _dtypes as dtypes
+    from pycoll._arrays import dlpack, libraries, refusals
+    from pycoll._cuda import copies, cuda, staging
+    from pycoll._dtypes import Array, DType
+else:  # a program that sends objects alone imports no NumPy
+    np, dtypes = LazyModule("numpy"), LazyModule("pycoll._dtypes")
+    dlpack, refusals = LazyModule("pycoll._arrays.dlpack"), LazyModule("pycoll._arrays.refusals")
+    libraries = LazyModule("pycoll._arrays.libraries")
+    copies, cuda = LazyModule("pycoll._cuda.copies"), LazyModule("pycoll._cuda.cuda")
+    staging = LazyModule("pycoll._cuda.staging")
+
+_OBJECTS: Final = (str, bytes, bytearray, int, float, complex, dict, list, tuple)
+
+_NUMBERS: Final[dict[str, tuple[Callable[[Any], Any], str]]] = {
+    "bool": (bool, "bool"),
+    "int": (int, "int64"),
+    "float": (float, "float64"),
+    "complex": (complex, "complex128"),
 }
 
 _NUMBER: Final = r"int|float|complex|bool|numpy_scalar(?::[qQ])?"
@@ -99,21 +85,27 @@ def wrap(x: object, writing: bool = False) -> Value | None:
         TypeError: an array that can be neither (a tensor that is sparse, or on a GPU that cannot be
             reached); says what to do.
     """
-    if isinstance(x, np.ndarray):
-        return wrap_numpy(x)
-    if x is None or isinstance(x, OBJECTS):
+    if "numpy" in sys.modules:
+        if isinstance(x, np.ndarray):
+            return libraries.wrap_numpy(x)
+        if isinstance(x, np.generic):
+            return None
+    if x is None or isinstance(x, _OBJECTS):
         return None
     if isinstance(x, memoryview):
-        return wrap_memoryview(x)
+        return libraries.wrap_memoryview(x)
     if isinstance(x, stdlib_array.array):
-        return wrap_array(x)
+        return libraries.wrap_array(x)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, getattr(torch, "Tensor", ())):
-        return wrap_torch(torch, x, writing)
+        return libraries.wrap_torch(torch, x, writing)
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(x, getattr(jax, "Array", ())):
-        return wrap_jax(x)
-    return wrap_dlpack(x, writing)
+        return libraries.wrap_jax(x)
+    kind = type(x)
+    if hasattr(kind, "__dlpack__") or hasattr(kind, "__cuda_array_interface__"):
+        return libraries.wrap_dlpack(x, writing)
+    return None
 
 
 def wrap_operand(x: object) -> Value:
@@ -160,7 +152,7 @@ def fresh(dtype: DType, kind: str, shape: tuple[int, ...], gpu: int | None = Non
         kind = kind.removeprefix(ON_GPU)
         if kind.startswith("dlpack"):  # such a library may have no arrays in host memory
             kind = "numpy"
-    if not importable(kind, dtype):
+    if not libraries.importable(kind, dtype):
         kind = "numpy"
     if kind == "numpy":
         dtypes.to_numpy(dtype)  # raises now, not after the data came
@@ -196,7 +188,7 @@ def unwrap(value: Value, late: LateCopies | None = None) -> Any:
     """
     array, dtype = value.array, value.dtype
     if value.kind == "cuda:jax" and value.original is None:
-        return to_jax(array, dtype, value.gpu or 0)
+        return libraries.to_jax(array, dtype, value.gpu or 0)
     if value.kind.startswith(ON_GPU) and value.stage is None:  # a view into what has come
         value = fresh(dtype, value.kind, array.shape, value.gpu)
         value.array[...] = array
@@ -207,18 +199,18 @@ def unwrap(value: Value, late: LateCopies | None = None) -> Any:
     base, _, detail = value.kind.partition(":")
     match base:
         case "torch":
-            return to_torch(array, dtype)
+            return libraries.to_torch(array, dtype)
         case "jax":
-            return to_jax(array, dtype)
+            return libraries.to_jax(array, dtype)
         case "memoryview":
-            return to_memoryview(array, detail)
+            return libraries.to_memoryview(array, detail)
         case "array" if array.ndim == 1 and dtype.code and dtype.storage.char in "bBhHiIlLfd":
             # Through a memoryview: frombytes() takes no strides.
             result = stdlib_array.array(detail or dtype.storage.char)
             result.frombytes(as_bytes(np.ascontiguousarray(array)))
             return result
         case "dlpack":
-            x = to_library(detail, array, dtype)
+            x = libraries.to_library(detail, array, dtype)
             if x is not None:
                 return x
         case "pair" if array.ndim == 0 and array.dtype.names is not None:
@@ -226,14 +218,14 @@ def unwrap(value: Value, late: LateCopies | None = None) -> Any:
             fields = zip(array.dtype.names, kinds, strict=True)
             return tuple(_to_number(array[name], kind) for name, kind in fields)
         case "numpy_scalar" | "bool" | "int" | "float" | "complex" if array.ndim == 0:
-            return _to_number(to_numpy(array, dtype), value.kind)
-    return to_numpy(array, dtype)
+            return _to_number(libraries.to_numpy(array, dtype), value.kind)
+    return libraries.to_numpy(array, dtype)
 
 
 def filled(value: Value) -> object:
     """Return the user's own object, over whose memory `value` is; its library is told of writes."""
     if value.is_target:
-        tell_written(value)
+        libraries.tell_written(value)
     return value.original
 
 
@@ -310,7 +302,7 @@ def wrap_target(out: object, name: str = "out") -> Value:
             f"Pass a plain tensor: {name}.resolve_conj().resolve_neg()."
         )
     if library == "torch":
-        check_gradient(value.original, name)
+        libraries.check_gradient(value.original, name)
     if not value.place.flags.writeable:
         raise ValueError(f"{name} is read-only. {refusals.of_read_only(library)}")
     if _overlaps_itself(value.place):
@@ -389,14 +381,14 @@ def _fresh_on_gpu(
         place = (memory.pointer, dtype.storage, shape, strides)
         stage = staging.Stage(cuda.device(number), *place, None, memory, is_target=True)
         x = found.from_dlpack(array) if hasattr(found, "from_dlpack") else array
-        return staged(stage, dtype, library, x)
+        return libraries.staged(stage, dtype, library, x)
     found = dtypes.import_library(base)
     if base == "cupy":
         if found is None:
             return None
         with found.cuda.Device(cuda.current() if gpu is None else gpu):
             return wrap(found.empty(shape, dtypes.to_numpy(dtype)), writing=True)
-    if not importable(base, dtype):
+    if not libraries.importable(base, dtype):
         return None
     if base == "jax":  # its arrays never change: made of the host's memory, when that is filled
         if "gpu" not in {device.platform for device in found.local_devices()}:
@@ -444,12 +436,12 @@ def _holds(dtype: DType, kind: str) -> bool:
             field is not None and _holds(field, part)
             for field, part in zip(fields, kinds, strict=True)
         )
-    return base == "numpy_scalar" or dtype is _NUMBERS[base][1]
+    return base == "numpy_scalar" or dtype is dtypes.of_name(_NUMBERS[base][1])
 
 
 def _to_number(array: Array, kind: str) -> Any:
     base, _, detail = kind.partition(":")
-    scalar = recast(array, detail)[()]
+    scalar = libraries.recast(array, detail)[()]
     return scalar if base == "numpy_scalar" else _NUMBERS[base][0](scalar)
 
 

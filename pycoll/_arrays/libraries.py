@@ -27,8 +27,6 @@ else:  # for arrays on a GPU alone
     staging = LazyModule("pycoll._cuda.staging")
 from pycoll._arrays.value import ON_GPU, Value, type_name
 
-OBJECTS: Final = (str, bytes, bytearray, int, float, complex, dict, list, tuple, np.generic)
-
 _LEGACY_STREAM = 1
 
 _NOT_EXPORTED = "a {} array cannot be sent: {}. Convert it first, for example to a NumPy array."
@@ -258,12 +256,11 @@ def to_jax(array: Array, dtype: DType, gpu: int | None = None) -> Any:
 
 
 def wrap_dlpack(x: Any, writing: bool) -> Value | None:
+    """Return what has `__dlpack__` or `__cuda_array_interface__` as a Value; None: it is none."""
     module = type(x).__module__.partition(".")[0]
     if not hasattr(type(x), "__dlpack__"):
-        if hasattr(type(x), "__cuda_array_interface__"):
-            with _staging_for(module):
-                return _wrap_interface(x, module, writing)
-        return None
+        with _staging_for(module):
+            return _wrap_interface(x, module, writing)
     try:
         if not dlpack.may_export(x):
             return None

@@ -21,14 +21,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from pycoll._arrays.subclasses import loses_attributes, means_more, with_attributes
 from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pycoll._support import foreign_calls
-else:  # needed when something may be wrong
+else:  # for arrays inside an object, and when something may be wrong
+    np = LazyModule("numpy")
     foreign_calls = LazyModule("pycoll._support.foreign_calls")
 
 _ALIGNMENT: Final = 64
@@ -43,6 +44,8 @@ _SMALL: Final = 32 * 1024
 
 
 def _reduce_array(obj: Any) -> Any:
+    if "numpy" not in sys.modules:
+        return NotImplemented
     if (
         type(obj) is np.ndarray
         and not obj.dtype.hasobject

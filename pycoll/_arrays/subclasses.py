@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
+from pycoll._support.lazy_import import LazyModule
 
-from pycoll._dtypes import Array
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pycoll._dtypes import Array
+else:  # who pickles objects alone needs no NumPy
+    np = LazyModule("numpy")
 
 _HOOKS: Final = (
     "__array_finalize__",

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from pycoll._dtypes import Array, DType
 from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pycoll._cuda import copies, cuda, staging
     from pycoll._cuda.staging import Stage
-else:  # for arrays on a GPU alone
+    from pycoll._dtypes import Array, DType
+else:  # for arrays
+    np = LazyModule("numpy")
     copies, cuda = LazyModule("pycoll._cuda.copies"), LazyModule("pycoll._cuda.cuda")
     staging = LazyModule("pycoll._cuda.staging")
 
 ON_GPU = "cuda:"
 
 
-@dataclass(slots=True, eq=False)
 class Value:
     """A user's array, seen as a NumPy array.
 
@@ -35,13 +35,26 @@ class Value:
         is_target: the user wants it written to, and its library is told when that is done.
     """
 
-    array: Array
-    dtype: DType
-    kind: str
-    original: object = None
-    stage: Stage | None = None
-    gpu: int | None = None
-    is_target: bool = False
+    # No dataclass: the import of dataclasses takes a rank without NumPy 5 ms.
+    __slots__ = ("array", "dtype", "gpu", "is_target", "kind", "original", "stage")
+
+    def __init__(
+        self,
+        array: Array,
+        dtype: DType,
+        kind: str,
+        original: object = None,
+        stage: Stage | None = None,
+        gpu: int | None = None,
+        is_target: bool = False,
+    ) -> None:
+        self.array = array
+        self.dtype = dtype
+        self.kind = kind
+        self.original = original
+        self.stage = stage
+        self.gpu = gpu
+        self.is_target = is_target
 
     def follow(self, x: Value) -> None:
         """Write to it, on a GPU, only what comes after all of `x`, of the same memory, was read."""
@@ -56,7 +69,7 @@ class Value:
 
 def type_name(x: object) -> str:
     """Return what messages call the type of a value."""
-    if isinstance(x, np.ndarray) and x.dtype.hasobject:
+    if "numpy" in sys.modules and isinstance(x, np.ndarray) and x.dtype.hasobject:
         return "numpy.ndarray of Python objects"
     module, name = type(x).__module__, type(x).__qualname__
     return name if module == "builtins" else f"{module}.{name}"

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycoll import schedules
-from pycoll._arrays import conversion
-from pycoll._arrays.operators import Op, combiner, finisher
-from pycoll._arrays.value import Value
 from pycoll._calls.group import Bound, Group, How
-from pycoll._dtypes import Array
 from pycoll._runtime.binding import Binding, Combine
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
+from pycoll._support.lazy_import import LazyModule
 from pycoll._transports.base import Parts
+
+if TYPE_CHECKING:
+    from pycoll._arrays import conversion, operators
+    from pycoll._arrays.operators import Op
+    from pycoll._arrays.value import Value
+    from pycoll._dtypes import Array
+else:  # a barrier need not wait for NumPy
+    conversion = LazyModule("pycoll._arrays.conversion")
+    operators = LazyModule("pycoll._arrays.operators")
 
 
 def type_text(value: Value) -> str:
@@ -73,9 +79,9 @@ def _pieces(group: Group, how: How, x: Value, op: Op | None, result: Array | Non
     """Bind a reduction in which every piece of x is combined with its like."""
     assert op is not None
     count = group.rank + 1 if how[0] == "scan" else group.size
-    combine = combiner(op, x, x.array.shape)
+    combine = operators.combiner(op, x, x.array.shape)
     binding = bind_pieces(group, how, combine, conversion.operand(x.array), result)
-    return binding._replace(finish=finisher(op, x.dtype, count))
+    return binding._replace(finish=operators.finisher(op, x.dtype, count))
 
 
 def _before(group: Group, how: How, x: Value, op: Op | None, result: Array | None) -> Binding:
@@ -87,8 +93,8 @@ def _before(group: Group, how: How, x: Value, op: Op | None, result: Array | Non
         nbytes=[len(own), len(own)],
         source=[(own,), None],
         target=[None, target],
-        combine=combiner(op, x, x.array.shape),
-        finish=finisher(op, x.dtype, group.rank) if group.rank else None,
+        combine=operators.combiner(op, x, x.array.shape),
+        finish=operators.finisher(op, x.dtype, group.rank) if group.rank else None,
     )
 
 
@@ -122,9 +128,9 @@ def _own_row(group: Group, how: How, x: Value, op: Op | None, result: Array | No
         nbytes=_lengths(source),
         source=_sources(source),
         target=target,
-        combine=combiner(op, x, x.array.shape[1:]),
+        combine=operators.combiner(op, x, x.array.shape[1:]),
         blocks=(conversion.as_bytes(array), None) if op.elementwise else None,
-        finish=finisher(op, x.dtype, group.size),
+        finish=operators.finisher(op, x.dtype, group.size),
     )
 
 

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from pycoll._arrays import operators
 from pycoll._calls.numbering import OPS
 from pycoll._runtime.binding import Binding, are_neighbors, fill_all
 from pycoll._runtime.envelope import COLLECTIVE, KIND_COLLECTIVE, readable
@@ -29,10 +28,12 @@ from pycoll.errors import Error, MismatchError
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 
 if TYPE_CHECKING:
+    from pycoll._arrays import operators
     from pycoll._calls.group import Group
     from pycoll._cuda import copies
     from pycoll._gpu import cuda_ipc
-else:  # for arrays on a GPU alone
+else:  # for reductions, and for arrays on a GPU
+    operators = LazyModule("pycoll._arrays.operators")
     copies = LazyModule("pycoll._cuda.copies")
     cuda_ipc = LazyModule("pycoll._gpu.cuda_ipc")
 
@@ -423,9 +424,9 @@ def may_be_offered() -> bool:
 def _reduction_of(binding: Binding) -> tuple[int, int, int]:
     """Return a reduction as the core takes it; NO_REDUCTION: Python does it."""
     combine, finish = binding.combine, binding.finish
-    if not isinstance(combine, operators.Combiner) or not (
-        finish is None or isinstance(finish, operators.Finisher)
-    ):
+    if combine is None or not isinstance(combine, operators.Combiner):
+        return NO_REDUCTION
+    if finish is not None and not isinstance(finish, operators.Finisher):
         return NO_REDUCTION
     op, dtype = combine.op, combine.dtype
     if op.name not in OPS or operators.resolve(op.name) is not op or not dtype.code:

@@ -7,13 +7,17 @@ has a reduction: there they are put together first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
 from pycoll._calls.collectives import type_text
+from pycoll._support.lazy_import import LazyModule
+
+if TYPE_CHECKING:
+    import numpy as np
+else:  # who scatters objects alone needs no NumPy
+    np = LazyModule("numpy")
 
 
 def equal(xs: Any, size: int) -> list[Value] | None:

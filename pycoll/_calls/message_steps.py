@@ -30,12 +30,15 @@ from pycoll._transports.base import Operation, Parts, Withdrawn, nbytes_of
 from pycoll.errors import Error, MismatchError, TruncationError
 
 if TYPE_CHECKING:
+    from pycoll._dtypes import DType
     from pycoll._gpu import routes
 else:  # for arrays on a GPU alone
     routes = LazyModule("pycoll._gpu.routes")
 
-# Programs send the same shapes over and over.
-_understood = functools.lru_cache(256)(conversion.from_description)
+
+@functools.lru_cache(256)  # programs send the same shapes over and over
+def _understood(description: bytes) -> tuple[DType, str, tuple[int, ...]]:
+    return conversion.from_description(description)
 
 
 class Outgoing:

@@ -7,7 +7,7 @@ messages.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
@@ -18,8 +18,10 @@ from pycoll._calls.numbering import KINDS
 from pycoll._calls.rooted import Announcement
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._calls.shared_memory_calls import type_salt
-from pycoll._dtypes import Array
 from pycoll._selection.select import Choice
+
+if TYPE_CHECKING:
+    from pycoll._dtypes import Array
 
 BROADCAST, SCATTER = KINDS.index("broadcast"), KINDS.index("scatter")
 

@@ -368,6 +368,8 @@ def _is_on_gpu(bound: Bound) -> bool:
 
 def _elements(x: Any) -> Any:
     """Return an array of any library as NumPy's; None is none."""
+    if x is None:  # of a barrier, which need not wait for NumPy
+        return None
     value = conversion.wrap(x)
     return value.array if value is not None else None
 

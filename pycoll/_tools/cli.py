@@ -264,7 +264,7 @@ def _rdma_ports(environ: Mapping[str, str], root: str = "/") -> list[tuple[str, 
             text = f"{gid.kind:<10} {gid.address:<39} {gid.netdev}"
             if used[:3] == (port.device, port.number, gid):
                 text += "  <- used"
-            rows.append((f"  GID {gid.index}", text))
+            rows.append((f"  GID {gid.table_index}", text))
         usable = usable_gid(port, environ, root)
         if isinstance(usable, str):
             rows.append(("", f"not usable: {usable}"))
@@ -325,7 +325,7 @@ def _gpudirect(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
     if not able:
         return "not used: the NVIDIA driver exports no memory as dma-bufs here"
     try:
-        device = DevicePort(choice.device, choice.port, choice.gid.index, 1, 1)
+        device = DevicePort(choice.device, choice.port, choice.gid.table_index, 1, 1)
         knows = device.can_register_dmabuf()
         device.close()
     except VerbsError as exc:

@@ -325,7 +325,7 @@ def main(arguments: argparse.Namespace) -> int:
     # the home folder is of another version.
     for name in ("PYCOLL_ALGORITHM", "PYCOLL_SEGMENT", "PYCOLL_TCP_LINKS"):
         os.environ.pop(name, None)
-    os.environ["PYCOLL_COSTS"] = str(costs.SHIPPED)
+    os.environ["PYCOLL_COSTS"] = costs.SHIPPED
     here = machine.describe()
     origin = (
         f"{here.cpu}, {here.cores} cores, {', '.join(map(str, tuning.ranks))} ranks, "

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from script_jobs import Jobs, all_well
 
 from pycoll._arrays import objects
 
@@ -271,3 +272,27 @@ def test_a_strided_array_keeps_its_byte_order(dtype: str) -> None:
     got = sent({"array": array})["array"]
     assert got.dtype == array.dtype
     assert (got == array).all()
+
+
+def test_programs_without_arrays_import_no_numpy(job: Jobs) -> None:
+    """It takes a rank longer to import than all else that it does to join."""
+    text = """
+others = [peer for peer in range(size) if peer != rank]
+for _ in comm, comm.dup(), comm.split(0):
+    requests = [comm.isend({"from": rank}, peer) for peer in others]
+    assert [comm.recv(peer)["from"] for peer in others] == others
+    pycoll.wait_all(requests)
+    assert comm.broadcast(("x", 1) if rank == 1 else None, root=1) == ("x", 1)
+    assert comm.scatter([str(peer) for peer in range(size)] if rank == 0 else None) == str(rank)
+    assert comm.all_gather({rank}) == [{peer} for peer in range(size)]
+    assert comm.gather(rank) == (list(range(size)) if rank == 0 else None)
+    assert comm.all_to_all([(rank, peer) for peer in range(size)])[0] == (0, rank)
+    assert comm.sendrecv(rank, (rank + 1) % size, (rank - 1) % size) == (rank - 1) % size
+    comm.barrier()
+    comm.ibarrier().wait()
+error_like(pycoll.OperationTimeout, "recv", comm.recv, others[0], timeout=0.01)
+assert not {"numpy", "dataclasses", "inspect", "statistics", "random"} & {*sys.modules}
+ok()
+"""
+    # One pair shares memory, the others have TCP.
+    all_well(job(3, text, "--emulate-hosts", "2"), 3)

@@ -160,7 +160,7 @@ def test_files_that_are_missing_or_make_no_sense_are_left_out(machine: Machine) 
     (place / "rate").unlink()
     (place / "state").write_bytes(b"\xff\xfe")
     (port,) = ports(machine.root)
-    assert [gid.index for gid in port.gids] == [3]
+    assert [gid.table_index for gid in port.gids] == [3]
     assert (port.lid, port.rate) == (0, "")
     assert "not ACTIVE" in str(usable_gid(port, {}, machine.root))
 
@@ -187,7 +187,7 @@ def test_the_best_address_over_ethernet(
     machine.port("rxe0", gids=gids)
     (port,) = ports(machine.root)
     best = best_gid(port)
-    assert (best and best.index) == index
+    assert (best and best.table_index) == index
     chosen = machine.find()
     assert (None if isinstance(chosen, str) else chosen.gid) == best
 
