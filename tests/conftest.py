@@ -102,6 +102,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if few else min(len(os.sched_getaffinity(0)) + 1, 5)
 
 
+def runs_all(config: pytest.Config) -> bool:
+    """Whether no file or folder is named."""
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS
+
+
 def place(stem: str) -> int:
     """A module's place in the order in which pytest-xdist hands them out."""
     return LONGEST.index(stem) if stem in LONGEST else len(LONGEST)
@@ -114,14 +119,28 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             item.add_marker(mark)
 
 
+def share_rewriting(config: pytest.Config, number: int, count: int) -> None:
+    """Have each process of pytest-xdist begin to collect in another folder.
+
+    All of them import all modules. Who imports one first rewrites its asserts, for all: that takes
+    longer than all else, and where every process has the same order, each does it for itself.
+    """
+    folders = sorted({path.parent for path in TESTS.rglob("test_*.py")})
+    first = number * len(folders) // count
+    config.args = [str(folder) for folder in folders[first:] + folders[:first]]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: (item.path.parent.name not in FIRST, place(item.path.stem)))
+    def order(item: pytest.Item) -> tuple[bool, int, Path]:
+        return item.path.parent.name not in FIRST, place(item.path.stem), item.path
+
+    items.sort(key=order)
     words = re.findall(r"\w+", config.option.markexpr)
     unnamed = [mark for mark in DEVICES if mark not in words]
     here = config.invocation_params.dir
     named = [here / argument.partition("::")[0] for argument in config.args]
-    named = [path for path in named if TESTS in path.parents]
+    named = [path for path in named if TESTS in path.parents and not runs_all(config)]
     left_out = []
     for item in items:
         of_device = any(item.get_closest_marker(mark) for mark in unnamed)
@@ -173,6 +192,9 @@ class EarlyFailures:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    worker: dict[str, Any] = getattr(config, "workerinput", {})
+    if worker and runs_all(config):
+        share_rewriting(config, int(worker["workerid"][len("gw") :]), worker["workercount"])
     if FIRST and not hasattr(config, "workerinput"):
         config.pluginmanager.register(EarlyFailures(config))
 
