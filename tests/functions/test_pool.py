@@ -26,10 +26,13 @@ from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed
 LOST = "the pool's ranks have ended, and what they held is lost: the next run has new ones"
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp"])
+@pytest.fixture(scope="module", params=few(["shm"], ["tcp"]))
 def pool(request: pytest.FixtureRequest) -> Iterator[pycoll.Pool]:
     with pycoll.Pool(2, transport=request.param, timeout=LIMIT_S) as made:
         yield made
+
+
+on_both = pytest.mark.parametrize("pool", ["shm", "tcp"], indirect=True, scope="module")
 
 
 def pids(pool: pycoll.Pool) -> list[int]:
@@ -107,12 +110,14 @@ LAST_CALLS = {
 }
 
 
+@on_both
 @pytest.mark.parametrize("name", LAST_CALLS)
 def test_a_mismatch_in_the_last_call_is_raised(pool: pycoll.Pool, name: str) -> None:
     with same_ranks(pool), pytest.raises(MismatchError, match="ranks made different calls"):
         pool.run(LAST_CALLS[name])
 
 
+@on_both
 @pytest.mark.parametrize("call", ["recv(1)", "barrier()", "all_reduce([1], op=max)"])
 def test_who_waits_for_a_rank_that_has_returned_is_told(pool: pycoll.Pool, call: str) -> None:
     with same_ranks(pool):

@@ -22,6 +22,7 @@ import pytest
 from last_calls import beside_requests, of_requests
 from patience import PATIENCE
 from run_cases import LIMIT_S, ROOT, rank_plus
+from tiers import exhaustive
 
 import pycoll
 from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed, TransportError
@@ -131,10 +132,17 @@ LAST_CALLS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAST_CALLS)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "name"),
+    [
+        *(("shm", name) for name in LAST_CALLS),
+        ("tcp", "beside requests"),
+        # test_pool.py has these by tcp, too.
+        *(pytest.param("tcp", name, marks=exhaustive) for name in [*LAST_CALLS][:3]),
+    ],
+)
 def test_a_mismatch_in_the_last_call_is_raised(
-    name: str, transport: str, capfd: pytest.CaptureFixture[str]
+    transport: str, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(MismatchError, match="ranks made different calls") as caught:
         pycoll.run(LAST_CALLS[name], 2, transport=transport)
