@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pycoll._calls.numbering import OPS
 from pycoll._runtime.binding import Binding, are_neighbors, fill_all
 from pycoll._runtime.envelope import COLLECTIVE, KIND_COLLECTIVE, readable
-from pycoll._runtime.external import External, RewrittenSchedule
+from pycoll._runtime.external import External, ExternalSchedule
 from pycoll._runtime.scratch import new_bytes
 from pycoll._support.lazy_import import LazyModule
 from pycoll._transports._core import Run, StepTable, float_control, with_floats
@@ -89,7 +89,7 @@ class CoreRun(Operation):
         call: bytes,
         address: tuple[int, int],
         table: StepTable,
-        schedule: Schedule | RewrittenSchedule,
+        schedule: Schedule | ExternalSchedule,
         binding: Binding,
         segments: int,
         granule: int,
@@ -468,12 +468,12 @@ def why_failed(group: Group, text: str, ended: Status) -> BaseException | None:
     return context.gone.get(status - 1) or engine.transport.error_of(status)
 
 
-def table_of(schedule: Schedule | RewrittenSchedule, size: int, num_chunks: int) -> StepTable:
+def table_of(schedule: Schedule | ExternalSchedule, size: int, num_chunks: int) -> StepTable:
     """Compile a schedule for the core."""
     return StepTable(size, num_chunks, steps_of(schedule))
 
 
-def steps_of(schedule: Schedule | RewrittenSchedule) -> list[tuple[Any, ...]]:
+def steps_of(schedule: Schedule | ExternalSchedule) -> list[tuple[Any, ...]]:
     """Return a schedule's steps as the core takes them."""
     steps: list[tuple[Any, ...]] = []
     for position, step in enumerate(schedule.steps):

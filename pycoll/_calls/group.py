@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pycoll._calls.shared_memory import ShmComm
     from pycoll._gpu import cuda_ipc, cuda_ipc_run, staged_run
     from pycoll._runtime.binding import Binding
-    from pycoll._runtime.external import RewrittenSchedule
+    from pycoll._runtime.external import ExternalSchedule
     from pycoll._runtime.task import CallSteps
     from pycoll._selection import select
     from pycoll._selection.agreed import Agreed
@@ -296,7 +296,7 @@ class Group:
         schedule = self.schedule(collective, choice.name, *root)
         if choice.segments > 1:
             binding = binding.joined()
-        steps: Schedule | RewrittenSchedule = schedule
+        steps: Schedule | ExternalSchedule = schedule
         if "pycoll._cuda.staging" in sys.modules and staged_run.is_staged(binding):
             fits = cuda_ipc_run.fits(self.engine, self.context, schedule, binding)
             if fits and choice.segments == 1:

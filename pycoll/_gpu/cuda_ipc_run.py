@@ -19,7 +19,7 @@ from pycoll._runtime.binding import Binding, are_neighbors
 from pycoll._runtime.context import Context
 from pycoll._runtime.engine import Engine
 from pycoll._runtime.envelope import KIND_OFFERED
-from pycoll._runtime.external import Chunks, Draft, External, RewrittenSchedule
+from pycoll._runtime.external import Chunks, Draft, External, ExternalSchedule
 from pycoll._transports.base import Operation
 from pycoll.errors import TransportError
 from pycoll.schedule import Copy, Reduce, Schedule, Send, users_of
@@ -85,7 +85,7 @@ def _stages(binding: Binding) -> set[Stage | None]:
     }
 
 
-def offered(schedule: Schedule, binding: Binding) -> tuple[RewrittenSchedule, Binding]:
+def offered(schedule: Schedule, binding: Binding) -> tuple[ExternalSchedule, Binding]:
     """Return a schedule, and a binding, whose values stay on the GPU."""
     draft = Draft(schedule)
     everything = range(len(schedule.steps))

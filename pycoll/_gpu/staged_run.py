@@ -12,7 +12,7 @@ from functools import partial
 from pycoll._cuda.copies import Begun
 from pycoll._cuda.staging import stage_of
 from pycoll._runtime.binding import Binding
-from pycoll._runtime.external import Chunks, Draft, External, RewrittenSchedule
+from pycoll._runtime.external import Chunks, Draft, External, ExternalSchedule
 from pycoll.schedule import Schedule, users_of
 
 
@@ -23,7 +23,7 @@ def is_staged(binding: Binding) -> bool:
     return any([stage_of(view) is not None for view in (*sources, *targets)])
 
 
-def staged(schedule: Schedule, binding: Binding) -> RewrittenSchedule:
+def staged(schedule: Schedule, binding: Binding) -> ExternalSchedule:
     """Return a schedule with the copies of its chunks; it serves all segments of the binding."""
     draft = Draft(schedule)
     users = users_of(schedule, len(binding.nbytes))

@@ -63,7 +63,7 @@ class External(NamedTuple):
     at_end: bool = False
 
 
-class RewrittenSchedule(NamedTuple):
+class ExternalSchedule(NamedTuple):
     """The steps of one run: a `Schedule` with external steps, and the same attributes.
 
     Attributes:
@@ -102,7 +102,7 @@ class Draft:
         """Put another step in the place of one, with the same hazards."""
         self._steps[position] = step
 
-    def table(self) -> RewrittenSchedule:
+    def table(self) -> ExternalSchedule:
         """Return all steps; of those that are ready at once, the added ones begin first."""
         count, total = len(self._schedule.steps), len(self._steps)
         added = total - count
@@ -113,7 +113,7 @@ class Draft:
             successors.append(tuple(moved))
             for position in moved:
                 waits[position] += 1
-        return RewrittenSchedule(
+        return ExternalSchedule(
             steps=tuple(self._steps[count:] + self._steps[:count]),
             chunks=((),) * added + self._schedule.chunks,
             number=(0,) * added + self._schedule.number,

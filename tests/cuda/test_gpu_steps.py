@@ -23,7 +23,7 @@ from pycoll._cuda.staging import Stage
 from pycoll._gpu.cuda_ipc_run import offered
 from pycoll._gpu.staged_run import staged
 from pycoll._runtime.binding import Binding
-from pycoll._runtime.external import External, RewrittenSchedule
+from pycoll._runtime.external import External, ExternalSchedule
 from pycoll.schedule import Copy, Recv, Send, Step, compile_schedule, recv_reduce
 
 NBYTES = 64
@@ -70,7 +70,7 @@ def name(step: Step | External) -> str:
     return " ".join([step.start.func.__name__.strip("_"), *map(str, shown)])
 
 
-def hazards(table: RewrittenSchedule) -> dict[str, list[str]]:
+def hazards(table: ExternalSchedule) -> dict[str, list[str]]:
     """For each step those that wait for it."""
     names = [name(step) for step in table.steps]
     return {
@@ -78,7 +78,7 @@ def hazards(table: RewrittenSchedule) -> dict[str, list[str]]:
     }
 
 
-def ends_last(table: RewrittenSchedule) -> list[str]:
+def ends_last(table: ExternalSchedule) -> list[str]:
     return [name(step) for step in table.steps if isinstance(step, External) and step.at_end]
 
 
@@ -128,15 +128,13 @@ def test_only_what_is_on_a_gpu_is_copied(device: cuda.Device) -> None:
     assert hazards(to_gpu) == {"Copy 1": ["Send 1", "push 1"], "Send 1": ["push 1"], "push 1": []}
     from_gpu = staged(schedule, bound([*chunks(device, 1), None], [None, *on_host(1)]))
     assert hazards(from_gpu) == {"pull 0 0": ["Copy 1"], "Copy 1": ["Send 1"], "Send 1": []}
-    assert staged(schedule, bound([*on_host(1), None], [None, None])) == RewrittenSchedule(
-        *schedule
-    )
+    assert staged(schedule, bound([*on_host(1), None], [None, None])) == ExternalSchedule(*schedule)
 
 
 def test_what_has_gaps_is_left_for_the_end(device: cuda.Device) -> None:
     schedule = compile_schedule([Recv(1, 0)])
     binding = bound([None], chunks(device, 1, step=2, is_target=True))
-    assert staged(schedule, binding) == RewrittenSchedule(*schedule)
+    assert staged(schedule, binding) == ExternalSchedule(*schedule)
 
 
 # --- offered --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("pycoll", "transports", "launcher", "tests", "examples", "benchmarks", "scripts", ".ci")
-LONGEST = 500
+LONGEST, LONGEST_OF_C = 500, 900
 WIDEST = 100
 ALONE = "pycoll/_tools/bench_worker.py"
 """Peers run it by its path, where pycoll is not installed: it stays one file."""
@@ -31,13 +31,14 @@ SOURCES = [
 ]
 
 
-def test_files_are_shorter_than_500_lines() -> None:
+def test_files_are_shorter_than_500_lines_and_of_c_than_900() -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
         for path in SOURCES
     }
     assert len(lengths) > 600
-    assert [name for name, length in lengths.items() if length >= LONGEST] == [ALONE]
+    most = {name: LONGEST_OF_C if name.endswith((".c", ".h")) else LONGEST for name in lengths}
+    assert [name for name, length in lengths.items() if length >= most[name]] == [ALONE]
 
 
 def test_lines_of_c_are_at_most_100_columns_wide() -> None:

@@ -11,7 +11,7 @@ from pycoll._calls.core_runs import CoreRun, table_of
 from pycoll._calls.group import Group
 from pycoll._runtime.binding import Binding
 from pycoll._runtime.engine import Engine
-from pycoll._runtime.external import Chunks, Draft, External, RewrittenSchedule
+from pycoll._runtime.external import Chunks, Draft, External, ExternalSchedule
 from pycoll._transports.base import Operation
 from pycoll._transports.core import CoreTransport
 from pycoll.schedule import Copy, Recv, Reduce, Send, compile_schedule, recv_reduce, users_of
@@ -49,7 +49,7 @@ class Alone:
 
     def run_of(
         self,
-        table: RewrittenSchedule,
+        table: ExternalSchedule,
         *values: bytes,
         finish: Callable[[memoryview], None] | None = None,
     ) -> CoreRun:
@@ -95,7 +95,7 @@ def alone() -> Iterator[Alone]:
 
 def test_a_draft_without_changes_is_the_schedule() -> None:
     schedule = compile_schedule([Send(1, 0), *recv_reduce(2, 0), Send(3, (0, 1)), Copy(0, 1)])
-    assert Draft(schedule).table() == RewrittenSchedule(*schedule)
+    assert Draft(schedule).table() == ExternalSchedule(*schedule)
 
 
 def test_what_is_added_comes_first_and_hazards_move_along() -> None:
