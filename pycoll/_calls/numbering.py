@@ -26,6 +26,6 @@ UNEVEN = ("gatherv", "all_gatherv", "scatterv", "all_to_allv")
 OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor")
 """Operators, numbered as in transports/_core/reduce/reduce.h."""
 
-# "uneven" also in _core/python/exchange/reduce_scatterv.c
+# "uneven" also in _core/python/exchange/shared_reduce_scatterv.c
 PARTS = ("", "uneven", "many", "group", "operator", "ints")
 """What a call in the core may be a part of: nothing, or a program's call that needs several."""

@@ -44,7 +44,7 @@ _NOTHING, _LARGE_BLOCKS, _LONG_HEADS = range(3)
 
 
 # `heard` is what the others have said, if the first round is done
-# (_core/python/exchange/uneven.c); else None.
+# (_core/python/exchange/shared_uneven.c); else None.
 
 
 def gatherv(

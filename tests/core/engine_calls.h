@@ -270,7 +270,7 @@ static struct receive *new_receive(int number, int ident, uint64_t its_order, bo
     memset(receive->memory, POISON, room + GUARD);
     it->into = asks ? NULL : receive->memory;
     it->room = room;
-    it->told = told;
+    it->notify = told;
     it->owner = receive;
     return receive;
 }

@@ -70,7 +70,7 @@ static struct receive *new_receive(int rank, int ident, uint64_t its_order) {
         .rank = rank, .ident = ident, .order = its_order, .live = true, .memory = malloc(LARGEST)};
     receive->it.into = receive->memory;
     receive->it.room = LARGEST;
-    receive->it.told = told;
+    receive->it.notify = told;
     receive->it.owner = receive;
     return receive;
 }
@@ -117,7 +117,7 @@ static bool progress(int rank) {
     struct pc_source *source = &ranks[rank].shm.source;
     bool worked = source->ops->progress(source);
     for (int local = 0; local < RANKS; local++)
-        counts[NO_ROOM] += ranks[rank].shm.peers[local].untold.first != NULL;
+        counts[NO_ROOM] += ranks[rank].shm.peers[local].unreported.first != NULL;
     return worked;
 }
 

@@ -157,7 +157,7 @@ static void post(int rank, int ident, const struct receive *old) {
     struct receive *mine = &receives[num_receives++];
     *mine = (struct receive){.rank = rank, .ident = ident, .memory = malloc(LARGEST)};
     mine->receive =
-        (struct pc_receive){.into = mine->memory, .room = LARGEST, .told = told, .owner = mine};
+        (struct pc_receive){.into = mine->memory, .room = LARGEST, .notify = told, .owner = mine};
     mine->receive.posted.queued.source = mine->receive.posted.queued.tag = PC_ANY;
     mine->receive.ask = old != NULL || (!plain && below(3) == 0);
     mine->order = old != NULL ? old->order : ++order;

@@ -20,7 +20,7 @@ uint64_t looks;
 static size_t many;
 static struct pc_matching matching;
 static struct pc_addresses addresses;
-static struct pc_posted *posted, *told;
+static struct pc_posted *posted, *probes;
 static struct pc_unexpected *messages;
 static struct pc_addressed *parts;
 static size_t *shuffled;
@@ -44,7 +44,7 @@ static void post(size_t place, int source, int64_t tag, bool peek,
 
 static void arrive(size_t place, int source, int64_t tag, const struct pc_posted *expected) {
     messages[place] = (struct pc_unexpected){.queued = {.source = source, .tag = tag}};
-    check(pc_match_arrive(&matching, &messages[place], &told) == expected,
+    check(pc_match_arrive(&matching, &messages[place], &probes) == expected,
           "a message went to another receive");
 }
 
@@ -64,7 +64,7 @@ static void receives_of_anything_first(void) {
     for (size_t each = 0; each < many; each++) {
         messages[each] =
             (struct pc_unexpected){.queued = {.source = 1, .tag = (int64_t)shuffled[each]}};
-        got += pc_match_arrive(&matching, &messages[each], &told) != NULL;
+        got += pc_match_arrive(&matching, &messages[each], &probes) != NULL;
     }
     check(got > many / 2, "too few messages were received");
     for (struct pc_posted *left; (left = pc_match_first_posted(&matching)) != NULL;)
@@ -94,9 +94,9 @@ static void probes_of_one_message(void) {
     for (size_t each = 0; each < many; each++)
         post(each, 1, each % 2 != 0 ? PC_ANY : 5, true, NULL);
     arrive(0, 1, 5, NULL);
-    for (size_t each = 0; each < many; each++, told = told->next_told)
-        check(told == &posted[each], "another probe was told");
-    check(told == NULL && matching.posted.count == 0, "a probe still waits");
+    for (size_t each = 0; each < many; each++, probes = probes->next_probe)
+        check(probes == &posted[each], "another probe was told");
+    check(probes == NULL && matching.posted.count == 0, "a probe still waits");
     pc_match_withdraw_message(&matching, &messages[0]);
 }
 
@@ -140,7 +140,7 @@ static void put_back_half(bool later) {
     }
     for (size_t each = half; each-- > 0;) {
         struct pc_unexpected *back = &messages[later ? many - 1 - each : each];
-        check(pc_match_put_back(&matching, back, &told) == NULL && told == NULL,
+        check(pc_match_put_back(&matching, back, &probes) == NULL && probes == NULL,
               "it went to someone");
     }
     for (size_t each = 0; each < many; each++)

@@ -102,15 +102,15 @@ static void settle_posted(struct known *posted, const struct pc_unexpected *got)
 
 /* A message has come; those that got it or were told of it must be those that the model finds. */
 static void settle_message(struct known *message, const struct pc_posted *got,
-                           struct pc_posted *told) {
+                           struct pc_posted *probes) {
     struct known *posted;
     bool taken = false;
     while (!taken && (posted = first_posted(message)) != NULL) {
         posted->waits = false;
         taken = !posted->peek;
         if (posted->peek) {
-            check(told == posted->thing, "another probe was told, or none", message->number);
-            told = told->next_told;
+            check(probes == posted->thing, "another probe was told, or none", message->number);
+            probes = probes->next_probe;
             counts[TOLD]++;
         } else {
             check(got == posted->thing, "another receive got a message, or none", message->number);
@@ -119,7 +119,7 @@ static void settle_message(struct known *message, const struct pc_posted *got,
         if (chance(70))
             release(posted);
     }
-    check(told == NULL, "a probe was told too much", message->number);
+    check(probes == NULL, "a probe was told too much", message->number);
     check(taken || got == NULL, "a receive got a message that it must not get", message->number);
     message->waits = !taken;
 }
@@ -146,9 +146,9 @@ static void arrive(void) {
     known->number = p2p.next_number++;
     known->source = message->queued.source = (int)below((uint64_t)p2p.sources);
     known->tag = message->queued.tag = (int64_t)below((uint64_t)p2p.tags);
-    struct pc_posted *told;
-    const struct pc_posted *got = pc_match_arrive(&p2p.matching, message, &told);
-    settle_message(known, got, told);
+    struct pc_posted *probes;
+    const struct pc_posted *got = pc_match_arrive(&p2p.matching, message, &probes);
+    settle_message(known, got, probes);
 }
 
 static void withdraw(void) {
@@ -172,9 +172,9 @@ static void put_back(void) {
     struct known *message = any_of(p2p.messages, false);
     if (message == NULL)
         return;
-    struct pc_posted *told;
-    const struct pc_posted *got = pc_match_put_back(&p2p.matching, message->thing, &told);
-    settle_message(message, got, told);
+    struct pc_posted *probes;
+    const struct pc_posted *got = pc_match_put_back(&p2p.matching, message->thing, &probes);
+    settle_message(message, got, probes);
     counts[PUT_BACK]++;
 }
 

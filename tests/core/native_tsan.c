@@ -338,7 +338,7 @@ static void run_call(struct rank *rank, const struct call *call, unsigned char *
         native.nbytes = call->count * itemsize;
         native.begins = is_uneven(call) ? call->begins : NULL;
         native.row_nbytes = itemsize;
-        end(&native, pc_run(&native));
+        end(&native, pc_exchange_run(&native));
     }
     memcpy(copy, out, out_nbytes);
     compare(call, me, copy);
@@ -366,7 +366,7 @@ static void give_up(struct rank *rank, unsigned char *x, unsigned char *out) {
     rank->gives_up = true;
     int status = 0;
     if (!pc_is_announced(call.kind)) {
-        status = pc_run(&native);
+        status = pc_exchange_run(&native);
     } else if (comm->rank == call.root) {
         status = pc_announce(&native, &header, "");
     } else {

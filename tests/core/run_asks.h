@@ -322,7 +322,7 @@ static void take_offered(struct running *running, uint32_t position) {
     struct taking *taking = calloc(1, sizeof *taking);
     taking->running = running;
     taking->position = position;
-    taking->receive = (struct pc_receive){.ask = true, .told = taking_told, .owner = taking};
+    taking->receive = (struct pc_receive){.ask = true, .notify = taking_told, .owner = taking};
     taking->next = running->asked->takings;
     running->asked->takings = taking;
     pc_receive_take_over(&taking->receive, held);

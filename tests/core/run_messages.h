@@ -196,7 +196,7 @@ static void ask(struct state *state, int number) {
     receive->room = extra->nbytes;
     if (!receive->ask)
         receive->into = asking->memory = malloc(extra->nbytes + 1);
-    receive->told = asking_told;
+    receive->notify = asking_told;
     receive->owner = asking;
     state->asked[number] = UNDER_WAY;
     state->asking[number] = asking;
@@ -297,7 +297,7 @@ static struct pc_receive *other(struct pc_engine *engine, const struct pc_messag
     counts[is_stray(flight) ? STRAY : OTHER_CALL]++;
     struct pc_receive *receive = calloc(1, sizeof *receive);
     receive->ask = true;
-    receive->told = other_told;
+    receive->notify = other_told;
     check(num_others < MOST_OTHERS, "too many messages are of another call", 0);
     others[num_others++] = receive;
     return receive;

@@ -26,7 +26,6 @@ from tiers import exhaustive
 SOURCES = (
     *ENGINE,
     "engine/link_tcp.c",
-    "engine/link_tcp_asked.c",
     "tcp/tcp.c",
     "tcp/tcp_read.c",
     "tcp/tcp_write.c",

@@ -32,7 +32,7 @@ from pycoll.schedules.program import Program
 from pycoll.schedules.proof import Execution
 from pycoll.schedules.symbols import Expressions
 
-SOURCES = (*ENGINE, "engine/run.c", "engine/run_owner.c", "engine/link_self.c")
+SOURCES = (*ENGINE, "engine/run.c", "engine/link_self.c")
 KINDS = 36
 """Things that the random calls count."""
 

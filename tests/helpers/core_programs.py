@@ -22,7 +22,6 @@ ENGINE = (
     "engine/engine.c",
     "engine/message.c",
     "engine/context.c",
-    "engine/forget.c",
     "engine/calls.c",
     "engine/address.c",
     "engine/match.c",

@@ -74,7 +74,7 @@ static int add_engine_types(PyObject *module) {
 }
 
 static int execute(PyObject *module) {
-    pc_fast_init();
+    pc_shared_init();
     pc_guard_init();
     PyTypeObject *comm = make_type(module, pc_comm_spec());
     bool made = comm != NULL &&

@@ -190,11 +190,11 @@ static struct pc_message *post(struct pc_context *context, struct pc_receive *re
 
 /* Give a message to those that wait for it: the receive that has taken it; NULL: it waits now. */
 static struct pc_receive *offer(struct pc_context *context, struct pc_message *message) {
-    struct pc_posted *told;
-    struct pc_posted *posted = pc_match_put_back(&context->matching, &message->match, &told);
-    for (struct pc_posted *next; told != NULL; told = next) {
-        next = told->next_told;
-        pc_receive_end(context->engine, (struct pc_receive *)told, 0, message);
+    struct pc_posted *probes;
+    struct pc_posted *posted = pc_match_put_back(&context->matching, &message->match, &probes);
+    for (struct pc_posted *next; probes != NULL; probes = next) {
+        next = probes->next_probe;
+        pc_receive_end(context->engine, (struct pc_receive *)probes, 0, message);
     }
     return (struct pc_receive *)posted;
 }

@@ -121,7 +121,7 @@ struct pc_receive {
     const void *expects;
     size_t expects_nbytes; /* 0: any will do, and if it asks, any length */
     /* It is held or has ended. The latter is the last that is done with it. */
-    void (*told)(struct pc_receive *receive);
+    void (*notify)(struct pc_receive *receive);
     void *owner; /* up to the caller */
 
     enum pc_receive_state state;

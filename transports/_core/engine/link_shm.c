@@ -6,11 +6,291 @@
    when it was copied: each is kept by the link (PC_KEPT), until the engine releases it. One that
    lies in a ring is moved to memory of ours if it is still there after it was told; most are
    not. */
-#include "link_shm_message.h"
+#include "link_shm.h"
 
 #include <errno.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+
+/* --- messages, and the queues in which they stand --------------------------------------------- */
+
+enum shm_state {
+    SHM_EAGER,     /* the payload is here, in memory of ours or in a ring */
+    SHM_BLOCK,     /* in a block */
+    SHM_OFFERED,
+    SHM_READING,
+    SHM_LEFT,      /* it was accepted when its sender had left: it waits until that is forgotten */
+    SHM_RECEIVED,  /* these two are to be told */
+    SHM_WITHDRAWN,
+};
+
+struct pc_shm_message {
+    struct pc_shm_message *next, **at; /* of all */
+    struct pc_shm_message *next_in_queue;
+    struct pc_message *message; /* the engine's; NULL: it was not told yet */
+    enum shm_state state;
+    int peer; /* local rank */
+    bool is_reporting, is_over; /* it is being told; and the engine is done with it */
+    bool in_offers;
+    size_t nbytes, header_nbytes;
+    const unsigned char *payload, *header;
+    struct pc_block block;
+    struct pc_offer offer;
+    struct pc_chained by_id;
+    uint64_t handle;
+    unsigned char bytes[]; /* payload, header */
+};
+
+static inline struct pc_link_shm *shm_of(struct pc_link *link) {
+    return (struct pc_link_shm *)link;
+}
+static inline struct pc_shm_message *record_of(const struct pc_message *message) {
+    return (struct pc_shm_message *)(uintptr_t)message->token[0];
+}
+static inline struct pc_channel_send *send_of(struct pc_link_shm *shm, const struct pc_send *send) {
+    return send->token[0] != 0 ? pc_table_get(&shm->channel.sends, send->token[0]) : NULL;
+}
+static inline struct pc_channel_receive *receive_of(struct pc_link_shm *shm,
+                                                    const struct pc_shm_message *record) {
+    return pc_table_get(&shm->channel.receives, record->handle);
+}
+
+/* The token of a send has its id, 0 when it is over, and then the next one that is. */
+static inline struct pc_send *next_sent(const struct pc_send *send) {
+    return (struct pc_send *)(uintptr_t)send->token[1];
+}
+
+static inline void clear(struct pc_shm_queue *queue) {
+    queue->first = NULL;
+    queue->last = &queue->first;
+}
+
+static inline void append(struct pc_shm_queue *queue, struct pc_shm_message *record) {
+    record->next_in_queue = NULL;
+    *queue->last = record;
+    queue->last = &record->next_in_queue;
+}
+
+static inline void take_out(struct pc_shm_queue *queue, struct pc_shm_message *record) {
+    struct pc_shm_message **at = &queue->first;
+    while (*at != record)
+        at = &(*at)->next_in_queue;
+    *at = record->next_in_queue;
+    if (*at == NULL)
+        queue->last = at;
+}
+
+static inline void add(struct pc_link_shm *shm, struct pc_shm_message *record) {
+    record->next = shm->messages;
+    record->at = &shm->messages;
+    if (record->next != NULL)
+        record->next->at = &record->next;
+    shm->messages = record;
+}
+
+static inline void remove_offer(struct pc_link_shm *shm, struct pc_shm_message *record) {
+    if (record->in_offers)
+        pc_chains_remove(&shm->offers, &record->by_id);
+    record->in_offers = false;
+}
+
+/* The engine does not know the message any more. Not `inline`: the compiler sees where that is
+   worth it. */
+static void drop(struct pc_link_shm *shm, struct pc_shm_message *record) {
+    remove_offer(shm, record);
+    if (record->state >= SHM_RECEIVED)
+        take_out(&shm->over, record);
+    shm->peers[record->peer].num_withdrawn -= record->state == SHM_WITHDRAWN;
+    if (record->is_reporting) {
+        record->state = SHM_READING; /* it stands in no queue */
+        record->is_over = true;
+        return;
+    }
+    *record->at = record->next;
+    if (record->next != NULL)
+        record->next->at = record->at;
+    free(record);
+}
+
+/* Its payload was used: the credit is the sender's again. */
+static inline void use(struct pc_link_shm *shm, struct pc_shm_message *record) {
+    if (record->state == SHM_BLOCK)
+        pc_channel_consume(&shm->channel, record->peer, record->nbytes, &record->block);
+    else if (record->state == SHM_EAGER)
+        pc_channel_use(&shm->channel, record->peer, record->nbytes);
+}
+
+static inline void lose(struct pc_link_shm *shm, int peer, bool is_mad) {
+    shm->channel.peers[peer].dead = true;
+    shm->peers[peer].ends = shm->peers[peer].is_lost = true;
+    shm->peers[peer].is_mad |= is_mad;
+}
+
+/* --- what the engine asks for ----------------------------------------------------------------- */
+
+/* What the channel keeps of a send: its parts that are not empty. NULL: there is no memory. */
+static struct pc_channel_send *offer_of(struct pc_send *send, int local) {
+    struct pc_channel_send *offer = calloc(1, sizeof *offer);
+    struct iovec *table = offer != NULL ? &offer->one : NULL;
+    if (offer != NULL && send->num_parts > 1)
+        table = offer->table = malloc(send->num_parts * sizeof *table);
+    if (table == NULL) {
+        free(offer);
+        return NULL;
+    }
+    offer->peer = local;
+    offer->nbytes = send->nbytes;
+    offer->owner = send;
+    offer->parts.parts = table;
+    for (size_t part = 0; part < send->num_parts; part++)
+        if (send->parts[part].iov_len > 0)
+            table[offer->parts.num_parts++] = send->parts[part];
+    return offer;
+}
+
+static int shm_send(struct pc_link *link, struct pc_send *send, const void *header,
+                    size_t header_nbytes, enum pc_way way) {
+    struct pc_link_shm *shm = shm_of(link);
+    int local = shm->local[send->peer];
+    if (header_nbytes > PC_LONGEST_HEADER)
+        return -EMSGSIZE;
+    if (way != PC_OFFER && send->num_parts == 1 &&
+        pc_channel_post(&shm->channel, local, header, header_nbytes,
+                        (struct pc_parts){send->parts, 1}, send->nbytes))
+        return PC_SENT;
+    struct pc_channel_send *offer = offer_of(send, local);
+    if (offer == NULL)
+        return -ENOMEM;
+    if (way != PC_OFFER && send->num_parts != 1 &&
+        pc_channel_post(&shm->channel, local, header, header_nbytes, offer->parts, send->nbytes)) {
+        pc_channel_send_free(&shm->channel, offer);
+        return PC_SENT;
+    }
+    send->token[0] = pc_channel_offer(&shm->channel, offer, header, header_nbytes);
+    return send->token[0] != 0 ? PC_UNDER_WAY : -ENOMEM;
+}
+
+static bool shm_stop(struct pc_link *link, struct pc_send *send) {
+    struct pc_link_shm *shm = shm_of(link);
+    struct pc_channel_send *offer = send_of(shm, send);
+    return offer != NULL && pc_channel_send_stop(&shm->channel, offer);
+}
+
+/* Its end is not told. */
+static void forget_end(struct pc_link_shm *shm, struct pc_send *send) {
+    struct pc_send *before = NULL;
+    for (struct pc_send *each = shm->sent; each != NULL; before = each, each = next_sent(each)) {
+        if (each != send)
+            continue;
+        if (before == NULL)
+            shm->sent = next_sent(send);
+        else
+            before->token[1] = send->token[1];
+        if (shm->last_sent == send)
+            shm->last_sent = before;
+        return;
+    }
+}
+
+static void shm_take_back(struct pc_link *link, struct pc_send *send) {
+    struct pc_link_shm *shm = shm_of(link);
+    struct pc_channel_send *offer = send_of(shm, send);
+    if (offer != NULL)
+        pc_channel_send_give_up(&shm->channel, offer);
+    else
+        forget_end(shm, send);
+}
+
+static int shm_accept(struct pc_link *link, struct pc_message *message, void *into) {
+    struct pc_link_shm *shm = shm_of(link);
+    struct pc_shm_message *record = record_of(message);
+    if (record->state == SHM_WITHDRAWN) {
+        drop(shm, record);
+        return PC_WITHDRAWN;
+    }
+    struct pc_channel_receive *receive = calloc(1, sizeof *receive);
+    uint64_t handle = receive != NULL ? pc_channel_add_receive(&shm->channel, receive) : 0;
+    if (handle == 0) {
+        free(receive);
+        return -ENOMEM;
+    }
+    receive->peer = record->peer;
+    receive->into = into;
+    receive->owner = record;
+    receive->handle = handle;
+    int status = pc_channel_accept(&shm->channel, receive, &record->offer);
+    if (status == 1 || status == -2) {
+        if (status == -2)
+            pc_channel_receive_end(&shm->channel, receive);
+        remove_offer(shm, record);
+        record->handle = handle;
+        record->state = status == 1 ? SHM_READING : SHM_LEFT;
+        return PC_UNDER_WAY;
+    }
+    pc_channel_receive_end(&shm->channel, receive);
+    if (status == -3) {
+        record->offer.transfer = -1; /* that was taken: from now on it can only come in fragments */
+        return -ENOMEM;
+    }
+    drop(shm, record);
+    return status == 0 ? PC_RECEIVED : PC_WITHDRAWN;
+}
+
+static void shm_release(struct pc_link *link, struct pc_message *message) {
+    struct pc_link_shm *shm = shm_of(link);
+    struct pc_shm_message *record = record_of(message);
+    use(shm, record);
+    /* Without memory the sender waits in vain. */
+    if (record->state == SHM_OFFERED)
+        pc_channel_tell(&shm->channel, record->peer, PC_FINISHED, record->offer.id);
+    drop(shm, record);
+}
+
+static void shm_give_up(struct pc_link *link, struct pc_message *message) {
+    struct pc_link_shm *shm = shm_of(link);
+    struct pc_shm_message *record = record_of(message);
+    if (record->state == SHM_READING)
+        pc_channel_receive_give_up(&shm->channel, receive_of(shm, record));
+    drop(shm, record);
+}
+
+static bool shm_redirect(struct pc_link *link, struct pc_message *message, void *into) {
+    struct pc_link_shm *shm = shm_of(link);
+    struct pc_shm_message *record = record_of(message);
+    if (record->state == SHM_RECEIVED) {
+        drop(shm, record);
+        return false;
+    }
+    if (record->state == SHM_READING &&
+        pc_channel_receive_redirect(&shm->channel, receive_of(shm, record), into, record) < 0)
+        lose(shm, record->peer, false);
+    return true;
+}
+
+static void shm_forget(struct pc_link *link, int rank) {
+    struct pc_link_shm *shm = shm_of(link);
+    int local = shm->local[rank];
+    struct pc_shm_peer *peer = &shm->peers[local];
+    peer->forgotten = true;
+    pc_channel_forget(&shm->channel, local);
+    for (struct pc_send *send = shm->sent, *next; send != NULL; send = next) {
+        next = next_sent(send);
+        if (send->peer == rank)
+            forget_end(shm, send);
+    }
+    clear(&peer->unreported);
+    for (struct pc_shm_message *record = shm->messages, *next; record != NULL; record = next) {
+        next = record->next;
+        bool is_kept =
+            record->state <= SHM_BLOCK && (record->message != NULL || record->is_reporting);
+        if (record->peer == local && !is_kept)
+            drop(shm, record);
+    }
+}
+
+static const struct pc_link_ops link_shm_ops = {shm_send,    shm_stop,    shm_take_back, shm_accept,
+                                           shm_release, shm_give_up, shm_redirect,  shm_forget};
 
 /* --- what is told to the engine --------------------------------------------------------------- */
 
@@ -24,9 +304,9 @@ static int tell(struct pc_link_shm *shm, struct pc_shm_message *record) {
                                    .payload = record->payload,
                                    .nbytes = record->nbytes,
                                    .token = {(uint64_t)(uintptr_t)record}};
-    record->is_told = true;
+    record->is_reporting = true;
     int error = pc_arrived(shm->link.engine, &shm->link, &incoming, &record->message);
-    record->is_told = false;
+    record->is_reporting = false;
     if (error == 0 && record->message == NULL && !record->is_over) {
         use(shm, record); /* it was used without a word */
         record->is_over = true;
@@ -63,7 +343,7 @@ static void came(struct pc_link_shm *shm, struct pc_shm_message *what) {
     struct pc_shm_peer *peer = &shm->peers[what->peer];
     if (peer->forgotten)
         return;
-    if (peer->untold.first == NULL && peer->num_withdrawn == 0) {
+    if (peer->unreported.first == NULL && peer->num_withdrawn == 0) {
         /* There is memory for it before it is told: afterwards it cannot be refused. */
         struct pc_shm_message *record = shm->spare;
         shm->spare = NULL;
@@ -106,7 +386,7 @@ static void came(struct pc_link_shm *shm, struct pc_shm_message *what) {
     add(shm, copy);
     if (copy->state == SHM_OFFERED)
         add_offer(shm, copy);
-    append(&peer->untold, copy);
+    append(&peer->unreported, copy);
 }
 
 /* Tell again what the engine had no room for. */
@@ -114,8 +394,8 @@ static bool tell_untold(struct pc_link_shm *shm, int local) {
     struct pc_shm_peer *peer = &shm->peers[local];
     struct pc_shm_message *record;
     bool worked = false;
-    while ((record = peer->untold.first) != NULL) {
-        take_out(&peer->untold, record);
+    while ((record = peer->unreported.first) != NULL) {
+        take_out(&peer->unreported, record);
         int answer = tell(shm, record);
         if (answer == -EPROTO) {
             lose(shm, local, true);
@@ -123,10 +403,10 @@ static bool tell_untold(struct pc_link_shm *shm, int local) {
         } else if (answer < 0 && peer->forgotten) {
             drop(shm, record);
         } else if (answer < 0) {
-            record->next_in_queue = peer->untold.first;
-            if (peer->untold.first == NULL)
-                peer->untold.last = &record->next_in_queue;
-            peer->untold.first = record;
+            record->next_in_queue = peer->unreported.first;
+            if (peer->unreported.first == NULL)
+                peer->unreported.last = &record->next_in_queue;
+            peer->unreported.first = record;
             return worked;
         } else if (answer == 1) {
             drop(shm, record);
@@ -157,9 +437,9 @@ static bool tell_ends(struct pc_link_shm *shm) {
     }
     for (int local = 0; local < shm->channel.size; local++) {
         struct pc_shm_peer *peer = &shm->peers[local];
-        if (peer->untold.first != NULL)
+        if (peer->unreported.first != NULL)
             worked |= tell_untold(shm, local);
-        if (!peer->ends || peer->untold.first != NULL)
+        if (!peer->ends || peer->unreported.first != NULL)
             continue;
         bool finished = peer->finished;
         peer->ends = peer->finished = false;
@@ -237,7 +517,7 @@ static void cancelled(void *owner, int peer, uint64_t id) {
             continue;
         remove_offer(shm, record);
         if (record->message == NULL) { /* nobody ever hears of it */
-            take_out(&shm->peers[peer].untold, record);
+            take_out(&shm->peers[peer].unreported, record);
             drop(shm, record);
         } else {
             withdraw(shm, record);
@@ -282,7 +562,8 @@ int pc_link_shm_next(struct pc_link_shm *shm, int rank, const unsigned char **me
     struct pc_shm_peer *peer = &shm->peers[local];
     struct pc_peer *theirs = &shm->channel.peers[local];
     struct pc_item *item;
-    if (peer->untold.first != NULL || peer->num_withdrawn > 0 || peer->forgotten || theirs->dead)
+    if (peer->unreported.first != NULL || peer->num_withdrawn > 0 || peer->forgotten ||
+        theirs->dead)
         return -1;
     int64_t room = pc_ring_peek(&theirs->in, &item);
     if (room == 0)
@@ -352,7 +633,7 @@ static const struct pc_source_ops source_ops = {shm_progress, shm_sleep, shm_awa
 int pc_link_shm_open(struct pc_link_shm *shm, struct pc_engine *engine, pc_host *host, int doorbell,
                      const int *ranks, const pc_channel *limits) {
     memset(shm, 0, sizeof *shm);
-    shm->link = (struct pc_link){&pc_link_shm_ops, engine};
+    shm->link = (struct pc_link){&link_shm_ops, engine};
     shm->source = (struct pc_source){.ops = &source_ops, .fd = doorbell, .cheap = true};
     clear(&shm->over);
     shm->channel = *limits;
@@ -371,7 +652,7 @@ int pc_link_shm_open(struct pc_link_shm *shm, struct pc_engine *engine, pc_host 
     for (int local = 0; local < host->size; local++) {
         shm->peers[local].rank = ranks[local];
         shm->local[ranks[local]] = local;
-        clear(&shm->peers[local].untold);
+        clear(&shm->peers[local].unreported);
     }
     return 0;
 }

@@ -18,7 +18,7 @@ struct pc_shm_queue {
 struct pc_shm_peer {
     int rank;                      /* in the job */
     /* messages, in order: the engine had no room for the first, or hears of it last */
-    struct pc_shm_queue untold;
+    struct pc_shm_queue unreported;
     /* messages of which the engine has still to hear that they were taken back */
     uint32_t num_withdrawn;
     bool ends, finished, is_lost, is_mad, forgotten; /* `ends`: the next two are to be told */

@@ -237,22 +237,22 @@ struct pc_unexpected *pc_match_post_again(struct pc_matching *matching, struct p
 }
 
 struct pc_posted *pc_match_arrive(struct pc_matching *matching, struct pc_unexpected *message,
-                                  struct pc_posted **told) {
+                                  struct pc_posted **probes) {
     message->queued.number = matching->next_number++;
-    return pc_match_put_back(matching, message, told);
+    return pc_match_put_back(matching, message, probes);
 }
 
 struct pc_posted *pc_match_put_back(struct pc_matching *matching, struct pc_unexpected *message,
-                                    struct pc_posted **told) {
-    *told = NULL;
+                                    struct pc_posted **probes) {
+    *probes = NULL;
     struct pc_posted *posted;
     while ((posted = first_posted(matching, message->queued.source, message->queued.tag)) != NULL) {
         take_out(&matching->posted, &posted->queued);
         if (!posted->peek)
             return posted;
-        posted->next_told = NULL;
-        *told = posted;
-        told = &posted->next_told;
+        posted->next_probe = NULL;
+        *probes = posted;
+        probes = &posted->next_probe;
     }
     add(&matching->unexpected, &message->queued);
     return NULL;

@@ -47,7 +47,7 @@ struct pc_queued {
 struct pc_posted {
     struct pc_queued queued; /* the first member */
     bool peek;               /* a probe: it is told the message, and leaves it where it is */
-    struct pc_posted *next_told;
+    struct pc_posted *next_probe;
 };
 
 /* A message. The caller sets source and tag, neither to PC_ANY, all else to zero. */
@@ -83,13 +83,13 @@ struct pc_unexpected *pc_match_post(struct pc_matching *matching, struct pc_post
 struct pc_unexpected *pc_match_post_again(struct pc_matching *matching, struct pc_posted *posted);
 
 /* A message has come. The first receive that fits, which has taken it; NULL: the message waits now.
-   In both cases `told` becomes the list of the probes that fit and were posted before that receive,
-   in order: none of them waits any more. */
+   In both cases `probes` becomes the list of the probes that fit and were posted before that
+   receive, in order: none of them waits any more. */
 struct pc_posted *pc_match_arrive(struct pc_matching *matching, struct pc_unexpected *message,
-                                  struct pc_posted **told);
+                                  struct pc_posted **probes);
 /* The same for a message that a receive has taken, and now gives back: it keeps its number. */
 struct pc_posted *pc_match_put_back(struct pc_matching *matching, struct pc_unexpected *message,
-                                    struct pc_posted **told);
+                                    struct pc_posted **probes);
 
 /* Stop waiting. False: it did not wait, or not any more. */
 bool pc_match_withdraw_posted(struct pc_matching *matching, struct pc_posted *posted);

@@ -441,18 +441,18 @@ static bool wait_a_moment(struct pc_tcp *tcp) {
 bool pc_tcp_progress(struct pc_tcp *tcp) {
     tcp->moved = 0;
     bool worked = look(tcp);
-    if (!tcp->told)
+    if (!tcp->has_unhandled)
         pc_tcp_write_granted(tcp);
     /* While much of large payloads moves, and nobody needs to be told of anything, the way back to
        the caller and from there would take longer than the next part. */
-    for (uint64_t start = 0; tcp->moved >= PC_TCP_LONG && !tcp->told && !tcp->closing;) {
+    for (uint64_t start = 0; tcp->moved >= PC_TCP_LONG && !tcp->has_unhandled && !tcp->closing;) {
         uint64_t now = now_ns();
         start = start == 0 ? now : start;
         if (now - start > PC_TCP_AT_ONCE_NS || !wait_a_moment(tcp))
             break;
         tcp->moved = 0;
         look(tcp);
-        if (!tcp->told)
+        if (!tcp->has_unhandled)
             pc_tcp_write_granted(tcp);
     }
     return worked;

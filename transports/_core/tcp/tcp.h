@@ -187,7 +187,7 @@ struct pc_tcp {
     size_t moved; /* bytes of payloads, since progress has looked last */
     /* set by the caller if it has been told something that it has not handled: progress returns
        soon */
-    bool told;
+    bool has_unhandled;
     bool closing;
 };
 

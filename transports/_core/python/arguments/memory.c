@@ -207,12 +207,12 @@ int pc_tell_written_other(const struct pc_array *memory, PyObject *target) {
     PyObject *targets = PyTuple_Pack(1, target);
     if (targets == NULL)
         return -1;
-    PyObject *told = library->tell_directly != NULL
+    PyObject *answer = library->tell_directly != NULL
                          ? library->tell_directly(PyCFunction_GetSelf(library->tell), targets)
                          : PyObject_CallFunctionObjArgs(library->tell, targets, NULL);
     Py_DECREF(targets);
-    Py_XDECREF(told);
-    return told != NULL ? 0 : -1;
+    Py_XDECREF(answer);
+    return answer != NULL ? 0 : -1;
 }
 
 PyObject *pc_memory_keeper(const struct pc_array *memory, PyObject *x, bool is_blocking) {

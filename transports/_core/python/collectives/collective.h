@@ -109,7 +109,7 @@ struct pc_started {
     size_t announcement_nbytes;
     struct pc_chunk_place announcement_place;
     bool is_held; /* Python must see the announcement */
-    bool is_told; /* its event was taken out of the queue, and is being told */
+    bool is_reporting; /* its event was taken out of the queue, and is being told */
     int kind, root;
     PyObject *algorithm; /* an interned string: that name is found at no other place; or NULL */
     char is_blocking, collected;

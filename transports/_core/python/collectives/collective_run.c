@@ -23,7 +23,7 @@ static void end(struct pc_started *self) {
     self->under_way = false;
     if (self->is_pending)
         pc_drive_pending(&engine->drive, -1);
-    if (self->is_told) {
+    if (self->is_reporting) {
         /* who tells it lets it go */
     } else if (self->is_watched || self->status != 0 || self->event.stands) {
         self->event.kind = PC_EVENT_COLLECTIVE;
@@ -169,7 +169,7 @@ static struct pc_started *of_event(struct pc_event *event) {
     return (struct pc_started *)((char *)event - offsetof(struct pc_started, event));
 }
 
-void pc_collective_event_taken(struct pc_event *event) { of_event(event)->is_told = true; }
+void pc_collective_event_taken(struct pc_event *event) { of_event(event)->is_reporting = true; }
 
 struct telling {
     struct pc_started *started;
@@ -179,20 +179,20 @@ struct telling {
 static void was_told(pc_engine_object *engine, void *argument) {
     struct telling *telling = argument;
     (void)engine;
-    telling->started->is_told = false;
+    telling->started->is_reporting = false;
     telling->has_ended = !telling->started->under_way;
 }
 
 PyObject *pc_collective_event(pc_engine_object *engine, struct pc_event *event) {
     struct pc_started *self = of_event(event);
     /* for Python they are alike */
-    PyObject *told = Py_BuildValue("iO", PC_EVENT_REQUEST, (PyObject *)self);
+    PyObject *answer = Py_BuildValue("iO", PC_EVENT_REQUEST, (PyObject *)self);
     struct telling telling = {.started = self};
     if (!pc_engine_do(engine, was_told, &telling))
         was_told(engine, &telling); /* it is closed: nobody else comes here */
     if (telling.has_ended)
         let_go(self);
-    return told;
+    return answer;
 }
 
 /* --- beginning -------------------------------------------------------------------------------- */

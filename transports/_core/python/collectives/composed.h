@@ -20,12 +20,12 @@ struct pc_composed {
     struct pc_chunk_place *places;
     struct pc_grown *grown; /* NULL: all lengths are known */
     struct pc_pipeline pipeline;
-    struct pc_event event, asks;
+    struct pc_event event, steps_event;
     uint64_t number;
     bool is_launched, under_way; /* under way it keeps itself alive, until its end was told */
 };
 
-/* composed_asks.c: the methods by which Python does what it was asked for. */
+/* composed_steps.c: the methods by which Python does what it was asked for. */
 PyObject *pc_composed_next_asked(struct pc_composed *self, PyObject *unused);
 PyObject *pc_composed_step_done(struct pc_composed *self, PyObject *args);
 PyObject *pc_composed_wait_again(struct pc_composed *self, PyObject *args);

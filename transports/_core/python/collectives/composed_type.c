@@ -199,7 +199,7 @@ static void ended(struct pc_pipeline *pipeline) {
     struct pc_composed *self = pipeline->owner;
     pc_pipeline_free(pipeline);
     self->under_way = false;
-    pc_engine_unpost(self->on->engine, &self->asks);
+    pc_engine_unpost(self->on->engine, &self->steps_event);
     if (!self->is_launched)
         return;
     self->event.kind = PC_EVENT_COMPOSED;
@@ -213,11 +213,11 @@ static struct pc_composed *of_event(struct pc_event *event) {
 PyObject *pc_composed_event(struct pc_event *event) {
     struct pc_composed *self = of_event(event);
     /* for Python they are alike */
-    PyObject *told = Py_BuildValue("iO", PC_EVENT_REQUEST, self->owner);
+    PyObject *answer = Py_BuildValue("iO", PC_EVENT_REQUEST, self->owner);
     release(self);
     Py_CLEAR(self->owner);
     Py_DECREF((PyObject *)self);
-    return told;
+    return answer;
 }
 
 static void launch(pc_engine_object *engine, void *argument) {
@@ -270,7 +270,7 @@ static void give_up(pc_engine_object *engine, void *argument) {
     pc_engine_enter(&engine->engine);
     pc_pipeline_cancel(&self->pipeline);
     pc_pipeline_free(&self->pipeline);
-    pc_engine_unpost(engine, &self->asks);
+    pc_engine_unpost(engine, &self->steps_event);
     self->under_way = false;
     pc_engine_leave(&engine->engine);
 }

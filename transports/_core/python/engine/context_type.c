@@ -236,7 +236,7 @@ static PyObject *context_end(pc_context_object *self, PyObject *number) {
 }
 
 /* A copy of what is known of one call. */
-struct told_call {
+struct call_copy {
     uint64_t number;
     size_t nbytes;
     char *text;
@@ -244,7 +244,7 @@ struct told_call {
 
 struct telling {
     pc_context_object *context;
-    struct told_call *calls;
+    struct call_copy *calls;
     size_t count;
     bool of_newest, without_memory;
 };
@@ -252,14 +252,14 @@ struct telling {
 static void tell_call(struct telling *telling, const struct pc_called *call) {
     if (call == NULL)
         return;
-    struct told_call *told = &telling->calls[telling->count];
-    told->number = call->number;
-    told->nbytes = call->nbytes;
-    told->text = malloc(call->nbytes + 1);
-    telling->without_memory |= told->text == NULL;
-    if (told->text == NULL)
+    struct call_copy *copy = &telling->calls[telling->count];
+    copy->number = call->number;
+    copy->nbytes = call->nbytes;
+    copy->text = malloc(call->nbytes + 1);
+    telling->without_memory |= copy->text == NULL;
+    if (copy->text == NULL)
         return;
-    memcpy(told->text, call->text, call->nbytes);
+    memcpy(copy->text, call->text, call->nbytes);
     telling->count++;
 }
 
@@ -291,22 +291,22 @@ static void tell_calls(pc_engine_object *engine, void *argument) {
 static PyObject *tell(pc_context_object *self, bool of_newest) {
     struct telling telling = {.context = self, .of_newest = of_newest};
     pc_engine_do(self->engine, tell_calls, &telling);
-    PyObject *told = PyDict_New();
+    PyObject *arrived = PyDict_New();
     for (size_t index = 0; index < telling.count; index++) {
         PyObject *number = PyLong_FromUnsignedLongLong(telling.calls[index].number);
         PyObject *text = PyBytes_FromStringAndSize(telling.calls[index].text,
                                                    (Py_ssize_t)telling.calls[index].nbytes);
-        if (told != NULL &&
-            (number == NULL || text == NULL || PyDict_SetItem(told, number, text) < 0))
-            Py_CLEAR(told);
+        if (arrived != NULL &&
+            (number == NULL || text == NULL || PyDict_SetItem(arrived, number, text) < 0))
+            Py_CLEAR(arrived);
         Py_XDECREF(number);
         Py_XDECREF(text);
         free(telling.calls[index].text);
     }
     free(telling.calls);
-    if (told == NULL || !telling.without_memory)
-        return told;
-    Py_DECREF(told);
+    if (arrived == NULL || !telling.without_memory)
+        return arrived;
+    Py_DECREF(arrived);
     return PyErr_NoMemory();
 }
 

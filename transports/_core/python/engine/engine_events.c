@@ -47,7 +47,7 @@ static void take_event(pc_engine_object *self, void *argument) {
         if (event->kind <= PC_EVENT_ENDED) {
             if (!pc_item_taken((struct pc_py_item *)event))
                 continue;
-            ((struct pc_py_item *)event)->is_told = true;
+            ((struct pc_py_item *)event)->is_reporting = true;
             taken->status = ((struct pc_py_item *)event)->status;
         } else if (event->kind == PC_EVENT_REQUEST) {
             pc_request_event_taken(event);

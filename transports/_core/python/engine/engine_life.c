@@ -242,17 +242,17 @@ static void let_go_of_events(pc_engine_object *self) {
     for (struct pc_event *event; (event = self->first) != NULL;) {
         self->first = event->next;
         event->stands = false;
-        PyObject *told = NULL;
+        PyObject *value = NULL;
         if (event->kind == PC_EVENT_REQUEST) {
             pc_request_event_taken(event);
-            told = pc_request_event(self, event);
+            value = pc_request_event(self, event);
         } else if (event->kind == PC_EVENT_COLLECTIVE) {
             pc_collective_event_taken(event);
-            told = pc_collective_event(self, event);
+            value = pc_collective_event(self, event);
         } else if (event->kind == PC_EVENT_COMPOSED) {
-            told = pc_composed_event(event);
+            value = pc_composed_event(event);
         }
-        Py_XDECREF(told);
+        Py_XDECREF(value);
     }
     self->last = &self->first;
 }

@@ -50,7 +50,7 @@ struct pc_py_item {
     bool is_orphan;  /* its handle is gone: who takes the event out of the queue frees this */
     bool is_quiet;   /* what becomes of it is returned, not told */
     /* its event was taken out of the queue, and is being told: who tells it looks at this last */
-    bool is_told;
+    bool is_reporting;
     bool is_gone;    /* its handle is being freed; with the interpreter's lock */
     int status;
     struct pc_views *views; /* of the memory that is used */

@@ -56,7 +56,7 @@ static bool wait_again(pc_engine_object *self, struct pc_py_item *item) {
     successor->receive = (struct pc_receive){.ask = true,
                                              .room = item->receive.room,
                                              .expects_nbytes = item->receive.expects_nbytes,
-                                             .told = receive_told,
+                                             .notify = receive_told,
                                              .owner = self};
     successor->receive.posted.queued.source = item->receive.posted.queued.source;
     successor->receive.posted.queued.tag = item->receive.posted.queued.tag;
@@ -100,7 +100,7 @@ struct pc_receive *pc_item_other(struct pc_engine *engine, const struct pc_messa
         return NULL;
     item->event.kind = PC_EVENT_ARRIVED;
     item->receive.ask = true;
-    item->receive.told = receive_told;
+    item->receive.notify = receive_told;
     item->receive.owner = engine->owner;
     return &item->receive;
 }
@@ -207,7 +207,7 @@ struct telling {
 static void was_told(pc_engine_object *self, void *argument) {
     struct telling *telling = argument;
     (void)self;
-    telling->item->is_told = false;
+    telling->item->is_reporting = false;
     /* else it is freed from there */
     telling->is_orphan = telling->item->is_orphan && !telling->item->event.stands;
 }
@@ -255,7 +255,7 @@ static void orphan(pc_engine_object *self, void *argument) {
     drop_successor(self, item);
     abandon(self, item);
     item->is_orphan = true;
-    item->is_quiet = orphaning->is_in_queue = item->event.stands || item->is_told;
+    item->is_quiet = orphaning->is_in_queue = item->event.stands || item->is_reporting;
     orphaning->views = item->views;
     item->views = NULL;
 }
@@ -305,7 +305,7 @@ PyObject *pc_item_new_receive(pc_engine_object *engine, struct pc_py_item **into
     }
     item->event.kind = PC_EVENT_HELD;
     item->receive.ask = true;
-    item->receive.told = receive_told;
+    item->receive.notify = receive_told;
     item->receive.owner = engine;
     return handle;
 }

@@ -116,14 +116,14 @@ static PyObject *send_order(struct pc_order *order) {
         else
             PyList_SetItem(parts, (Py_ssize_t)part, view);
     }
-    PyObject *told = NULL;
+    PyObject *value = NULL;
     if (parts != NULL)
-        told = Py_BuildValue("iKiiy#N", order->kind, (unsigned long long)order->id, order->peer,
+        value = Py_BuildValue("iKiiy#N", order->kind, (unsigned long long)order->id, order->peer,
                              (int)order->way, (char *)order->header,
                              (Py_ssize_t)order->header_nbytes, parts);
     free(order->header);
     free(order->parts);
-    return told;
+    return value;
 }
 
 PyObject *pc_link_next_order(pc_engine_object *self, PyObject *unused) {
@@ -135,18 +135,18 @@ PyObject *pc_link_next_order(pc_engine_object *self, PyObject *unused) {
     if (!is_open || !taking.any)
         Py_RETURN_NONE;
     struct pc_order *order = &taking.order;
-    PyObject *told = NULL;
+    PyObject *value = NULL;
     if (order->kind == PC_ORDER_SEND) {
-        told = send_order(order);
+        value = send_order(order);
     } else if (order->kind == PC_ORDER_ACCEPT || order->kind == PC_ORDER_REDIRECT) {
         PyObject *into = written_to(order);
         if (into != NULL)
-            told = Py_BuildValue("iKN", order->kind, (unsigned long long)order->id, into);
+            value = Py_BuildValue("iKN", order->kind, (unsigned long long)order->id, into);
     } else {
-        told = Py_BuildValue("iK", order->kind, (unsigned long long)order->id);
+        value = Py_BuildValue("iK", order->kind, (unsigned long long)order->id);
     }
     Py_XDECREF(taking.scratch);
-    return told;
+    return value;
 }
 
 /* --- what has happened ------------------------------------------------------------------------ */

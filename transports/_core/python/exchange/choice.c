@@ -178,7 +178,7 @@ int pc_chosen(pc_collective *call) {
     part.out = all;
     part.nbytes = sizeof choice->turns;
     pc_part_begin(&part);
-    int status = pc_run(&part);
+    int status = pc_exchange_run(&part);
     pc_part_end(&part);
     call->call = part.call;
     if (status < 0)

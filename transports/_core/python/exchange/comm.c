@@ -249,7 +249,7 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
         call.may_use_gpus = wants != Py_None;
         call.wants_gpus = wants == Py_True;
         pc_sign_part(&call, salt, ndim, dims);
-        int status = pc_run(&call);
+        int status = pc_exchange_run(&call);
         bool by_messages = status == PC_BY_MESSAGES;
         pc_hold(&call.call);
         result = pc_call_end(&call, by_messages ? 0 : status, PyBool_FromLong(by_messages));
@@ -309,7 +309,7 @@ static PyObject *comm_hear(pc_comm *comm, PyObject *args) {
     struct pc_slot *slot = NULL;
     if (!PyArg_ParseTuple(args, "Oii", &text, &kind, &root) || pc_check_attached(comm) < 0)
         return NULL;
-    if (comm->heard) { /* by a method of the core (fast.c), which could not receive it */
+    if (comm->heard) { /* by a method of the core (shared_methods.c), which could not receive it */
         comm->heard = false;
         return header_tuple(pc_slot_of(comm, root, comm->number));
     }
@@ -393,7 +393,7 @@ static PyObject *comm_fetch(pc_comm *comm, PyObject *args) {
     if (!PyErr_Occurred() && pc_call_begin(&call, comm, PC_ALL_GATHER, root) == 0) {
         call.text = text;
         pc_sign_part(&call, salt, 0, NULL);
-        int status = pc_fetch(&call, pieces, (size_t)count);
+        int status = pc_direct_fetch(&call, pieces, (size_t)count);
         pc_hold(&call.call);
         result = pc_call_end(&call, status, Py_NewRef(Py_None));
     }

@@ -218,7 +218,7 @@ int pc_enter_begin(pc_collective *call, struct pc_slot **slot);
 void pc_enter_end(pc_collective *call, struct pc_slot *slot);
 int pc_await_entry(pc_collective *call, int rank, struct pc_slot **slot);
 /* any kind but those that are announced; PC_BY_MESSAGES: all ranks rather do so */
-int pc_run(pc_collective *call);
+int pc_exchange_run(pc_collective *call);
 /* the root's whole call */
 int pc_announce(pc_collective *call, const struct pc_header *header, const void *description);
 int pc_hear(pc_collective *call, struct pc_slot **slot); /* elsewhere: wait for the header, */
@@ -258,7 +258,7 @@ struct pc_piece {
 
 /* Read pieces of the others' memory when all have entered the call; nobody leaves before all have
    read. */
-int pc_fetch(pc_collective *call, const struct pc_piece *pieces, size_t count);
+int pc_direct_fetch(pc_collective *call, const struct pc_piece *pieces, size_t count);
 
 /* together.c: if all arrays that are needed lie where every rank has mapped them, the ranks divide
    the work on them. */
@@ -353,18 +353,18 @@ PyObject *pc_comm_attach(pc_comm *comm, PyObject *allowed);
 /* Give the region back, if no call is under way. */
 void pc_comm_detach(pc_comm *comm);
 
-/* fast.c: the methods that take NumPy arrays, and call `slow` for everything else. */
-extern PyMethodDef pc_fast_methods[];
+/* shared_methods.c: the methods that take NumPy arrays, and call `slow` for everything else. */
+extern PyMethodDef pc_shared_methods[];
 /* without so many axes; its length */
 uint32_t pc_describe_array(const struct pc_array *x, int skipped, unsigned char *to);
 
-/* uneven.c: the same for blocks that differ in shape. */
-extern PyMethodDef pc_uneven_methods[];
+/* shared_uneven.c: the same for blocks that differ in shape. */
+extern PyMethodDef pc_shared_uneven_methods[];
 
-/* reduce_scatterv.c: the same for a reduce_scatter whose blocks differ in length; and for one whose
-   arguments Python has checked. */
-extern PyMethodDef pc_reduce_scatterv_methods[], pc_reduce_rows_methods[];
-void pc_fast_init(void);
+/* shared_reduce_scatterv.c: the same for a reduce_scatter whose blocks differ in length; and for
+   one whose arguments Python has checked. */
+extern PyMethodDef pc_shared_reduce_scatterv_methods[], pc_reduce_rows_methods[];
+void pc_shared_init(void);
 
 /* comm_type.c, shared_type.c */
 PyType_Spec *pc_comm_spec(void), *pc_shared_spec(PyTypeObject *comm);

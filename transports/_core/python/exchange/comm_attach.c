@@ -20,7 +20,7 @@ static int gather_all(pc_comm *comm, const void *x, void *out, size_t nbytes) {
     call.nbytes = nbytes;
     pc_sign(&call, nbytes, 0, NULL);
     comm->internal++;
-    int status = pc_run(&call);
+    int status = pc_exchange_run(&call);
     pc_call_end(&call, status, NULL);
     return status;
 }

@@ -422,7 +422,7 @@ int pc_direct_serve(pc_collective *call) {
 
 /* --- pieces of which the ranks have told each other ------------------------------------------- */
 
-int pc_fetch(pc_collective *call, const struct pc_piece *pieces, size_t count) {
+int pc_direct_fetch(pc_collective *call, const struct pc_piece *pieces, size_t count) {
     pc_comm *comm = call->comm;
     struct pc_slot *slot;
     pc_deadline_start(call->call.deadline);

@@ -357,7 +357,7 @@ static int offers(pc_collective *call) {
     vote.x = &mine;
     vote.out = all;
     vote.nbytes = 1;
-    if (pc_run(&vote) < 0)
+    if (pc_exchange_run(&vote) < 0)
         return -1;
     pc_part_end(&vote);
     call->call = vote.call;
@@ -383,7 +383,7 @@ static int run_large(pc_collective *call, bool direct) {
     return call->kind == PC_ALL_REDUCE ? pc_all_reduce_stream(call, slot) : pc_stream(call, slot);
 }
 
-int pc_run(pc_collective *call) {
+int pc_exchange_run(pc_collective *call) {
     struct pc_slot *slot;
     bool asks = call->may_use_gpus || call->kind == PC_GATHER || call->kind == PC_ALL_GATHER ||
                 call->kind == PC_ALL_TO_ALL;

@@ -107,8 +107,8 @@ PyType_Spec *pc_shared_spec(PyTypeObject *comm) {
         .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
         .slots = slots,
     };
-    PyMethodDef *parts[] = {own_methods, pc_fast_methods, pc_uneven_methods,
-                            pc_reduce_scatterv_methods};
+    PyMethodDef *parts[] = {own_methods, pc_shared_methods, pc_shared_uneven_methods,
+                            pc_shared_reduce_scatterv_methods};
     int count = 0;
     for (size_t part = 0; part < sizeof parts / sizeof *parts; part++)
         for (PyMethodDef *method = parts[part]; method->ml_name != NULL; method++)

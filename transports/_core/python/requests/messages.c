@@ -147,7 +147,7 @@ struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incomi
         incoming->source == ANY ? PC_ANY : self->members[incoming->source];
     receive->posted.queued.tag = incoming->tag;
     receive->posted.peek = kind == PC_PROBE;
-    receive->told = pc_request_received;
+    receive->notify = pc_request_received;
     receive->owner = request;
     receive->ask = incoming->out == NULL;
     if (!receive->ask) {

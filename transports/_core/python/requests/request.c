@@ -25,7 +25,7 @@ void pc_request_end(struct pc_request *request, int status) {
         return; /* who starts it sees that */
     if (request->is_pending)
         pc_drive_pending(&engine->drive, -1);
-    if (request->is_told) {
+    if (request->is_reporting) {
         /* who tells it lets it go */
     } else if (request->is_watched || request->event.stands) {
         request->event.kind = PC_EVENT_REQUEST;
@@ -147,17 +147,17 @@ static struct pc_request *of_event(struct pc_event *event) {
     return (struct pc_request *)((char *)event - offsetof(struct pc_request, event));
 }
 
-void pc_request_event_taken(struct pc_event *event) { of_event(event)->is_told = true; }
+void pc_request_event_taken(struct pc_event *event) { of_event(event)->is_reporting = true; }
 
 struct telling {
     struct pc_request *request;
     bool has_ended;
 };
 
-static void told(pc_engine_object *engine, void *argument) {
+static void reported(pc_engine_object *engine, void *argument) {
     struct telling *telling = argument;
     (void)engine;
-    telling->request->is_told = false;
+    telling->request->is_reporting = false;
     telling->has_ended = !telling->request->under_way;
 }
 
@@ -165,8 +165,8 @@ PyObject *pc_request_event(pc_engine_object *engine, struct pc_event *event) {
     struct pc_request *request = of_event(event);
     PyObject *tuple = Py_BuildValue("iO", PC_EVENT_REQUEST, (PyObject *)request);
     struct telling telling = {.request = request};
-    if (!pc_engine_do(engine, told, &telling))
-        told(engine, &telling); /* it is closed: nobody else comes here */
+    if (!pc_engine_do(engine, reported, &telling))
+        reported(engine, &telling); /* it is closed: nobody else comes here */
     if (telling.has_ended)
         let_go(request);
     return tuple;

@@ -67,7 +67,7 @@ struct pc_request {
     enum pc_request_kind kind;
     char is_blocking, collected, cancelled;
     bool is_pending, is_watched, under_way, is_starting;
-    bool is_told; /* its event was taken out of the queue, and is being told */
+    bool is_reporting; /* its event was taken out of the queue, and is being told */
     _Atomic int status;
     uint32_t claims; /* how often a thread has begun to go on with a message */
     int peer;        /* rank here, or ANY */

@@ -357,7 +357,7 @@ static PyObject *second_round(const struct uneven_call *call, PyObject *result) 
         Py_DECREF(result);
         return NULL;
     }
-    return pc_call_end(&round, pc_fetch(&round, pieces, num_pieces), result);
+    return pc_call_end(&round, pc_direct_fetch(&round, pieces, num_pieces), result);
 }
 
 static PyObject *run(struct uneven_call *call, PyObject *const *args, Py_ssize_t count,
@@ -439,7 +439,7 @@ UNEVEN(all_to_allv, PC_ALL_TO_ALLV)
 #define METHOD(name, parameters)                                                      \
     {#name, (PyCFunction)(void (*)(void))uneven_##name, METH_FASTCALL | METH_KEYWORDS, \
      #name "($self, " parameters "*, timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
-PyMethodDef pc_uneven_methods[] = {
+PyMethodDef pc_shared_uneven_methods[] = {
     METHOD(gatherv, "x, root=0, out=None, "),
     METHOD(all_gatherv, "x, out=None, "),
     METHOD(scatterv, "xs, root=0, out=None, "),

@@ -80,7 +80,7 @@ static PyObject *run_rows(pc_comm *comm, PyObject **values, const struct pc_arra
     call.x_object = values[X];
     call.op_object = values[OP];
     set_rows(&call, begins, row_nbytes, x->ndim, x->dims);
-    return pc_call_end(&call, pc_run(&call), result);
+    return pc_call_end(&call, pc_exchange_run(&call), result);
 }
 
 static PyObject *reduce_scatterv(pc_shared *self, PyObject *const *args, Py_ssize_t count,
@@ -128,7 +128,7 @@ static PyObject *run_checked(pc_comm *comm, int dtype, int op, PyObject *shape, 
     call.x = x->buf;
     call.out = out->buf;
     set_rows(&call, begins, num_rows > 0 ? (size_t)x->len / num_rows : 0, ndim, dims);
-    int status = pc_run(&call);
+    int status = pc_exchange_run(&call);
     pc_hold(&call.call); /* the interpreter's lock, before a reference is counted */
     return pc_call_end(&call, status, Py_NewRef(Py_None));
 }
@@ -146,7 +146,7 @@ static PyObject *reduce_rows(pc_comm *comm, PyObject *args) {
     return result;
 }
 
-PyMethodDef pc_reduce_scatterv_methods[] = {
+PyMethodDef pc_shared_reduce_scatterv_methods[] = {
     {"reduce_scatterv", (PyCFunction)(void (*)(void))reduce_scatterv, METH_FASTCALL | METH_KEYWORDS,
      "reduce_scatterv($self, x, counts, op='sum', out=None, *, algorithm=None, "
      "timeout=None)\n--\n\n"

@@ -5,7 +5,7 @@
 
 PyObject *pc_argument_names[ARGUMENTS], *pc_op_names[PC_OPS];
 
-void pc_fast_init(void) {
+void pc_shared_init(void) {
     static const char *names[ARGUMENTS] = {"x",         "op",      "root",  "out",
                                            "algorithm", "timeout", "counts"};
     static const char *ops[PC_OPS] = {"sum", "prod", "min",  "max", "avg", "band",
@@ -40,7 +40,7 @@ static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, const str
     call.x_object = values[X];
     call.op_object = values[OP];
     pc_sign(&call, 0, x->ndim, x->dims);
-    result = pc_call_end(&call, pc_run(&call), result);
+    result = pc_call_end(&call, pc_exchange_run(&call), result);
     if (PC_UNLIKELY(out.data == &out.number) && result != NULL) {
         Py_DECREF(result);
         result = pc_number_object(x->dtype, &out.number);
@@ -146,7 +146,7 @@ static inline PyObject *collective(pc_shared *self, int kind, PyObject *const *a
             pc_collective call;
             if (pc_user_call_begin(&call, comm, kind, 0, values[TIMEOUT]) == 0) {
                 pc_sign(&call, 0, 0, NULL);
-                int status = pc_run(&call);
+                int status = pc_exchange_run(&call);
                 pc_hold(&call.call);
                 result = pc_call_end(&call, status, Py_NewRef(Py_None));
             }
@@ -195,7 +195,7 @@ FAST(exscan, PC_EXSCAN)
     {#name, (PyCFunction)(void (*)(void))fast_##name, METH_FASTCALL | METH_KEYWORDS, \
      #name "($self, " parameters                                                     \
            "*, algorithm=None, timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
-PyMethodDef pc_fast_methods[] = {
+PyMethodDef pc_shared_methods[] = {
     METHOD(barrier, ""),
     METHOD(broadcast, "x, root=0, "),
     METHOD(reduce, "x, op='sum', root=0, out=None, "),

@@ -82,13 +82,13 @@ void pc_composed_free_grown(struct pc_composed *self) {
 
 void pc_composed_asked(struct pc_pipeline *pipeline) {
     struct pc_composed *self = pipeline->owner;
-    self->asks.kind = PC_EVENT_ASKED;
-    pc_engine_post(self->on->engine, &self->asks);
+    self->steps_event.kind = PC_EVENT_ASKED;
+    pc_engine_post(self->on->engine, &self->steps_event);
 }
 
 PyObject *pc_composed_asks(struct pc_event *event) {
     struct pc_composed *self =
-        (struct pc_composed *)((char *)event - offsetof(struct pc_composed, asks));
+        (struct pc_composed *)((char *)event - offsetof(struct pc_composed, steps_event));
     return Py_BuildValue("iO", PC_EVENT_ASKED, self->owner);
 }
 
