@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll._launcher import wait_table
+from pycoll._launcher import guardian, wait_table
 from pycoll._launcher.host import LocalHost
 from pycoll._launcher.job_socket import Asker, JobSocket
 from pycoll._launcher.job_spec import JobSpec
@@ -43,7 +43,7 @@ class Inspection:
 
     Attributes:
         hosts: of the job; whoever makes them sets this.
-        spec: with the path of the job's socket.
+        spec: with the path of the job's socket, if the guardian of ranks here is to remove it.
     """
 
     hosts: Hosts
@@ -66,6 +66,12 @@ class Inspection:
         self._socket = JobSocket(spec.job, selector, self._hear)
         stack.callback(self._socket.close)
         self.spec = spec._replace(socket=self._socket.path)
+        if self._options.hosts and self._socket.path:
+            # There may be no ranks here, or none before other hosts are there.
+            keeper = stack.enter_context(guardian.guarded(spec.job))
+            keeper.add_file(self._socket.path)
+            stack.callback(keeper.done)
+            self.spec = spec
 
     def keep_calls(self, why: str) -> None:
         """Write what ranks have called last to the folder for logs; the first reason counts."""

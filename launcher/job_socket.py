@@ -126,7 +126,7 @@ class JobSocket:
             question = json.loads(connection.recv(QUESTION_NBYTES))
         except BlockingIOError:
             return
-        except (OSError, ValueError):  # gone, or it is nothing that we know
+        except (OSError, ValueError, RecursionError):  # gone, or it is nothing that we know
             question = None
         self._leave(connection)
         if isinstance(question, dict):
