@@ -23,10 +23,10 @@ KNOWN = (
 
 
 class Strangers:
-    """Connections to a port of this host, which stay open."""
+    """Connections to a port, which stay open."""
 
-    def __init__(self, port: int) -> None:
-        self.address = ("127.0.0.1", port)
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self.address = (host, port)
         self.silent: list[socket.socket] = []
         self.slow: list[socket.socket] = []
         self.speaking: list[socket.socket] = []

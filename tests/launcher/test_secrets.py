@@ -42,6 +42,9 @@ for process in pathlib.Path("/proc").iterdir():
     if process.name.isdigit():
         assert key.encode() not in read(process / "cmdline"), process
         assert key.encode() not in read(process / "environ"), process
+if comm.rank == 0:
+    status = [sys.executable, "-m", "pycoll", "status", os.environ["PYCOLL_JOB"][:8], "--json"]
+    print(subprocess.run(status, capture_output=True, text=True, check=True).stdout)
 comm.barrier()
 
 def combine(a, b):
@@ -53,16 +56,19 @@ comm.all_reduce({1}, op=combine)
 """
 
 
-def test_the_key_is_nowhere_to_be_seen_once_all_have_joined(run: Run, tmp_path: Path) -> None:
+def test_the_key_is_nowhere_to_be_seen_once_all_have_joined(
+    run: Run, tmp_path: Path, sockets: Path
+) -> None:
     script, shown = tmp_path / "look.py", tmp_path / "shown"
     shown.mkdir()
     script.write_text(LOOK)
     options = ("--verbose", "--log-dir", str(shown / "logs"), "--trace", str(shown / "trace.json"))
-    hosts = ("-H", "localhost:1,other:2")
+    hosts = ("-H", "localhost:1,other:2", "-x", "XDG_RUNTIME_DIR")
     done = run(*options, *hosts, str(script), str(tmp_path))
     assert done.returncode == 1
     assert "TypeError: as it should" in done.stderr, done.stderr
     assert "AssertionError" not in done.stderr, done.stderr
+    assert '"frames"' in done.stdout  # of pycoll status
     keys = {(tmp_path / f"key.{rank}").read_text() for rank in range(3)}
     assert len(keys) == 1
     key = keys.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from patience import PATIENCE
+from port_strangers import Strangers
 from tiers import exhaustive, sizes
 
 import pycoll
@@ -277,6 +279,38 @@ def test_a_rank_that_dies_is_named_in_every_world_that_it_is_in(tmp_path: Path) 
     said = [process.communicate(timeout=LIMIT_S) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, -signal.SIGKILL], said
     assert said == [("all 2\n", ""), ("all 2\ntwo 0\n", ""), ("", "")]
+
+
+@sizes(2)
+def test_strangers_at_the_meeting_of_a_world_do_no_harm_and_its_key_is_not_to_be_seen(
+    ranks: Any,
+) -> None:
+    def program(comm: Comm) -> None:
+        tickets: list[str] = []
+
+        def share(text: str | None) -> str:
+            tickets.append(comm.broadcast(text))
+            if text is not None:
+                strangers.append(Strangers(int(text.split(";")[1])))
+                strangers[0].come()
+            comm.barrier()
+            return tickets[0]
+
+        strangers: list[Strangers] = []
+        with pycoll.join(comm.rank, comm.size, share) as world:
+            key = tickets[0].partition(";")[0].encode()
+            assert len(key) == 64
+            for each in strangers:
+                each.come()
+            for process in filter(str.isdigit, os.listdir("/proc")):
+                for name in ("cmdline", "environ"):
+                    with contextlib.suppress(OSError):
+                        assert key not in Path("/proc", process, name).read_bytes()
+            assert world.all_reduce(np.full(100_000, 1.0))[-1] == 2
+            for each in strangers:
+                each.__exit__()
+
+    ranks(program)
 
 
 @sizes(3)
