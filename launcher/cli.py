@@ -180,7 +180,10 @@ def _hosts(
         if args.hosts or args.hostfile or args.emulate_hosts:
             raise _UsageError("-H, --hostfile and --emulate-hosts do not go with PYCOLL_NODES")
         if args.restarts:
-            raise _UsageError("--restarts does not go with PYCOLL_NODES: each node has one attempt")
+            raise _UsageError(
+                "--restarts does not go with PYCOLL_NODES: each node has one attempt; let what has "
+                "started them start all of them again"
+            )
         return node.hosts(args.size or node.nodes * usable_cores())
     if args.hosts is None and args.hostfile is None and "SLURM_JOB_ID" not in os.environ:
         return [], []
