@@ -127,6 +127,22 @@ class Bed:
         """Put its cable in again."""
         self._ip(self._switch, f"link set {host} up")
 
+    def end_all(self, host: str) -> None:
+        """End all that runs there but the daemon by which it is reached."""
+        self.run(host, "sh", "-c", "kill -9 -1")
+
+    def until_reached(self, by: str, host: str) -> None:
+        """Wait until one host reaches another, or all if it was cut off itself."""
+        targets = self.names if by == host else [host]
+        for number in [self.names.index(name) + 1 for name in targets]:
+            connect = f"exec 3<>/dev/tcp/10.77.0.{number}/22"
+            _wait_until(lambda connect=connect: self.run(by, "bash", "-c", connect).returncode == 0)
+
+    def narrow(self, host: str, rate: str) -> None:
+        """Let a host send so much a second, a rate as tc takes it, and lose the rest; "": all."""
+        words = f"replace dev eth0 root tbf rate {rate} burst 4kb limit 12kb" if rate else ""
+        self.run(host, "tc", "qdisc", *(words or "del dev eth0 root").split())
+
     def limit_both_ways(self, rate: str) -> None:
         """Let each host send and receive so much a second, a rate as tc takes it.
 

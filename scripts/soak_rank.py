@@ -1,0 +1,99 @@
+"""A rank of the jobs that scripts/soak_failures has on several hosts.
+
+It runs one random program of `programs_writer` after the other, whose values it checks, until
+SIGUSR1 has come to `pycoll-run`, and tells what happens in lines of JSON. With --survive it goes on
+with those that live. The argument is a folder that all attempts of the job have.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from programs_steps import OP_TIMEOUT_S, Rank
+from programs_writer import Writer
+
+import pycoll
+
+STEPS = 40
+
+# Of a receive that cannot be done, a program says that it is not done, which a failure makes wrong.
+# Hosts of a program are blocks of ranks, which those that are left may not be. A rank that computes
+# is late to hear of a failure.
+WITHOUT = ["doom", "split_by_host", "compute"]
+
+RANK, ATTEMPT = int(os.environ["PYCOLL_RANK"]), int(os.environ["PYCOLL_ATTEMPT"])
+
+
+def say(what: str, **fields: Any) -> None:
+    """Tell something, in one piece."""
+    line = json.dumps({"what": what, "rank": RANK, "attempt": ATTEMPT, **fields})
+    os.write(1, f"{line}\n".encode())
+
+
+def take_place(folder: str) -> None:
+    """Make sure that this rank of the attempt before has ended, here or on another host."""
+    place = os.open(f"{folder}/place.{RANK}", os.O_RDWR | os.O_CREAT)  # until this process ends
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say("is double")
+        raise
+
+
+def work(comm: pycoll.Communicator, seed: int, survives: bool, asked: list[int]) -> None:
+    """Run programs until this is asked to end, on all ranks or on those that are left."""
+    number = 0
+    while True:
+        try:
+            number = comm.all_reduce(number, op="max")  # some may be a program ahead
+            while not comm.all_reduce(bool(asked)):
+                if comm.size == 1:
+                    time.sleep(0.05)  # there is nobody to do anything with
+                else:
+                    program = Writer((seed, number), comm.size, 1, False, WITHOUT).write(STEPS)
+                    with comm.dup() as world:
+                        Rank(world, (seed, number), 0).run(program)
+                number += 1
+                say("done", number=number)
+            is_finished = True
+        except pycoll.PeerFailed as error:
+            if not survives:
+                raise
+            say("lost", of=error.rank, reason=error.reason)
+            is_finished = False
+        if comm.agree(is_finished):
+            return
+        comm = comm.shrink()
+        say("shrunk", members=comm.members)
+
+
+def main(folder: str, seed: int, survives: bool) -> None:
+    """Be the rank; what it raises ends it with status 1."""
+    asked: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda signum, frame: asked.append(signum))
+    faulthandler.register(signal.SIGTERM, chain=True)  # where is a rank that has to be ended?
+    take_place(folder)
+    say("started", pid=os.getpid(), parent=os.getppid(), host=os.uname().nodename)
+    try:
+        # With a deadline pycoll says what hangs; users have mostly none.
+        comm = pycoll.init(op_timeout=OP_TIMEOUT_S if seed % 2 else None)
+        say("joined", size=comm.size)
+        work(comm, seed, survives, asked)
+    except pycoll.PeerFailed as error:
+        say("failed", error="PeerFailed", of=error.rank, reason=error.reason)
+        raise
+    except pycoll.Error as error:
+        say("failed", error=type(error).__name__, text=str(error)[:1000])
+        raise
+    say("over")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "survives")
