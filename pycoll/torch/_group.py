@@ -6,6 +6,7 @@ answered with a Work.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.constants import default_pg_timeout
 
 import pycoll
 from pycoll.torch import _collectives as collectives
@@ -35,6 +37,8 @@ def make(opts: Any) -> PycollGroup:
     seconds = opts.timeout.total_seconds()
     with translating():
         seat = GroupSeat(opts.store, opts.group_rank, opts.group_size, seconds, name)
+    if opts.timeout == default_pg_timeout and seat.comm.op_timeout < math.inf:
+        seconds = seat.comm.op_timeout  # of --op-timeout: the program has named none
     return PycollGroup(seat, seconds)
 
 

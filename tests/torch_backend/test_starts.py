@@ -110,6 +110,37 @@ def test_processes_that_are_spawned_meet_by_a_store(
     assert done.stderr == ""
 
 
+DEADLINES = (
+    WORK
+    + """
+from datetime import timedelta
+
+dist.init_process_group("pycoll")
+patient = dist.new_group(timeout=timedelta(minutes=5))
+store = dist.distributed_c10d._get_default_store()
+x = torch.ones(3)
+if dist.get_rank() == 0:
+    work = dist.all_reduce(x, group=patient, async_op=True)
+    try:
+        dist.all_reduce(torch.ones(3))
+    except dist.DistBackendError as error:
+        sys.stdout.write(f"{str(error)[:20]}\\n")
+    store.set("the deadline", "has passed")
+    work.wait()
+else:
+    store.wait(["the deadline"])
+    dist.all_reduce(x, group=patient)
+    sys.stdout.write(f"{x.tolist()}\\n")
+"""
+)
+
+
+def test_the_deadline_of_the_job_is_that_of_groups_without_one_of_their_own(script: Any) -> None:
+    done = run(*RUN, "-n", "2", "--op-timeout", "1", script(DEADLINES))
+    assert done.stdout.splitlines() == ["pycoll: Timed out : ", "[2.0, 2.0, 2.0]"], done.stderr
+    assert done.returncode == 0, done.stderr
+
+
 DIES_BY_LAUNCHER = WORK + DIES + 'dist.init_process_group("pycoll")\ntrain(dist.get_rank())\n'
 
 DIES_BY_SPAWN = (
