@@ -24,13 +24,13 @@ from port_strangers import SILENT, Recorder, Strangers
 from pycoll._launcher import reach
 from pycoll._launcher.reach import Doorman, HostAddresses, reach_all
 
-SUMS = """
+TOGETHER = """
 import os, sys, pycoll
 comm = pycoll.init()
 comm.barrier()
 print("ready", flush=True)
-while not comm.all_reduce(os.path.exists(sys.argv[1])):
-    assert comm.all_reduce(comm.rank + 1) == 3
+while not any(comm.all_gather(os.path.exists(sys.argv[1]))):
+    assert comm.all_gather(comm.rank) == [0, 1]
 """
 
 
@@ -41,7 +41,7 @@ def num_descriptors(pid: int) -> int:
 def test_node_0_lets_in_whom_it_should_and_nobody_else(
     nodes: Any, script: Any, tmp_path: Path
 ) -> None:
-    job, path, end = nodes(2), script(SUMS), tmp_path / "end"
+    job, path, end = nodes(2), script(TOGETHER), tmp_path / "end"
     first = job.start(0, "-n", "2", path, str(end))
     until_listening(job.port)
     recorder = Recorder(job.port)
@@ -63,7 +63,7 @@ def test_node_0_lets_in_whom_it_should_and_nobody_else(
 
 def test_where_ranks_meet_that_nobody_has_started_is_open_to_them_alone(tmp_path: Path) -> None:
     script, end, port = tmp_path / "sums.py", tmp_path / "end", free_port()
-    script.write_text(SUMS)
+    script.write_text(TOGETHER)
 
     def start(rank: int, port: int) -> subprocess.Popen[str]:
         own = {name: v for name, v in os.environ.items() if not name.startswith("PYCOLL_")}
@@ -100,7 +100,7 @@ comm = pycoll.init()
 if comm.rank == 0:
     print(comm._group.engine.transport.outside.peers[1].address()["endpoint"], flush=True)
     input()
-assert comm.all_reduce(1) == 2
+assert comm.all_gather(1) == [1, 1]
 """
 
 
