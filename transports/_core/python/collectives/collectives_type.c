@@ -210,52 +210,52 @@ static PyObject *plan_of_number(pc_collectives *self, const struct plan_key *key
     return plan;
 }
 
-/* A call that is not announced, or its root's, of `x`. NULL without an exception: leave it to
-   Python. */
-static struct pc_started *begin_with(pc_collectives *self, struct plan_key *key, PyObject **values,
-                                     const struct pc_array *x) {
-    struct pc_array out = {0};
-    bool is_number = pc_is_number(x);
-    PyObject *result = key->kind == PC_BROADCAST
-                           ? Py_NewRef(values[X])
-                           : result_for(self->size, self->rank, key->kind, values, x, key->root,
-                                        &out);
-    if (result == NULL)
-        return NULL;
-    PyObject *plan = PC_LIKELY(!is_number) ? plan_of(self, key, values, result)
-                                           : plan_of_number(self, key, values, x, &out, result);
-    struct pc_started *started =
-        start(self, key, values[X], result, plan, x, &out, is_none(values[OUT]));
-    Py_XDECREF(plan);
-    Py_DECREF(result);
-    pc_memory_release(&out);
-    return started;
+/* The value of a call that is not announced, or its root's. False: leave it to Python. */
+static bool find_value(pc_collectives *self, struct plan_key *key, PyObject **values,
+                       struct pc_array *x) {
+    int kind = key->kind;
+    bool reduces = pc_reduces(kind);
+    bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL || kind == PC_SCATTER;
+    if (values[X] == NULL || !value_of(kind, values[X], x))
+        return false;
+    if (x->ndim > PC_PLAN_DIMS || (reduces && pc_reduce_find(key->op, x->dtype) == NULL) ||
+        (splits && (x->ndim == 0 || x->dims[0] != self->size))) {
+        pc_memory_release(x);
+        return false;
+    }
+    name_array(key, x);
+    return true;
 }
 
 /* NULL without an exception: leave it to Python. */
 static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking,
                                 PyObject *algorithm, PyObject **values) {
     struct plan_key key;
-    struct pc_array x = {0};
+    struct pc_array x = {0}, out = {0};
     memset(&key, 0, sizeof key);
     key.kind = kind;
     key.blocking = is_blocking;
     key.algorithm = algorithm;
-    bool reduces = pc_reduces(kind);
-    bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL || kind == PC_SCATTER;
-    if (kind == PC_BARRIER)
-        return begin_with(self, &key, values, &x);
-    key.root = find_root(values[ROOT], self->size);
-    key.op = reduces ? find_op(values[OP]) : 0;
-    if (key.root >= 0 && pc_is_announced(kind) && self->rank != key.root)
-        return begin_announced(self, &key, values);
-    if (key.root < 0 || key.op < 0 || values[X] == NULL || !value_of(kind, values[X], &x))
-        return NULL;
+    if (kind != PC_BARRIER) {
+        key.root = find_root(values[ROOT], self->size);
+        key.op = pc_reduces(kind) ? find_op(values[OP]) : 0;
+        if (key.root >= 0 && pc_is_announced(kind) && self->rank != key.root)
+            return begin_announced(self, &key, values);
+        if (key.root < 0 || key.op < 0 || !find_value(self, &key, values, &x))
+            return NULL;
+    }
+    PyObject *result = kind == PC_BROADCAST ? Py_NewRef(values[X])
+                                            : result_for(self->size, self->rank, kind, values, &x,
+                                                         key.root, &out);
     struct pc_started *started = NULL;
-    if (x.ndim <= PC_PLAN_DIMS && (!reduces || pc_reduce_find(key.op, x.dtype) != NULL) &&
-        (!splits || (x.ndim > 0 && x.dims[0] == self->size))) {
-        name_array(&key, &x);
-        started = begin_with(self, &key, values, &x);
+    if (result != NULL) {
+        PyObject *plan = PC_LIKELY(!pc_is_number(&x))
+                             ? plan_of(self, &key, values, result)
+                             : plan_of_number(self, &key, values, &x, &out, result);
+        started = start(self, &key, values[X], result, plan, &x, &out, is_none(values[OUT]));
+        Py_XDECREF(plan);
+        Py_DECREF(result);
+        pc_memory_release(&out);
     }
     pc_memory_release(&x);
     return started;
