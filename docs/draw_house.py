@@ -178,12 +178,12 @@ def callers() -> list[tuple[str, str]]:
         library = first[0].split()[0]
         found: list[tuple[str, str]] = []
         for address in (line.split()[1] for line in first):
-            told = subprocess.run(
+            line = subprocess.run(
                 ["addr2line", "-f", "-e", library, f"0x{address}"],
                 capture_output=True, text=True, check=True,
             ).stdout.split()  # fmt: skip
-            file = re.sub(r".*/_core/", "", told[1].partition(":")[0])
-            found.append((told[0], file))
+            file = re.sub(r".*/_core/", "", line[1].partition(":")[0])
+            found.append((line[0], file))
         return found[::-1]
 
 

@@ -106,8 +106,8 @@ def peer_of(connection: socket.socket) -> int:
     Raises:
         PermissionError: it is another user's.
     """
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(told)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid != os.geteuid():
         raise PermissionError(f"process {pid}, at the socket of this job, is of user {uid}")
     if pid <= 0:

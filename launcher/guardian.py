@@ -288,18 +288,18 @@ def _guard(launcher: int, silent_s: float) -> tuple[set[int], list[bytes]] | Non
         with contextlib.suppress(OSError):
             poller.register(os.pidfd_open(launcher), select.POLLIN)
     os.set_blocking(0, False)
-    told, silent = b"", False
+    received, silent = b"", False
     while True:
         dead = os.getppid() != launcher  # asked first, so that all it has said is read after that
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(0, 65536):
-                told += chunk
+                received += chunk
             dead = True  # the end of the pipe was reached, not only what is there by now
-        told = told.replace(b"alive\n", b"")
-        if b"done\n" in told:
+        received = received.replace(b"alive\n", b"")
+        if b"done\n" in received:
             return None
-        if dead or silent or b"sweep\n" in told:
-            whole = told[: told.rfind(b"\n") + 1].splitlines()
+        if dead or silent or b"sweep\n" in received:
+            whole = received[: received.rfind(b"\n") + 1].splitlines()
             files = [line[len(b"file ") :] for line in whole if line.startswith(b"file ")]
             return {int(line.split()[1]) for line in whole if line.startswith(b"session")}, files
         silent = not poller.poll(1000 * silent_s if silent_s else None)

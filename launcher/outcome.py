@@ -232,8 +232,8 @@ def judge(
     if first is None:  # the others may know of a lost host before the launcher does
         cause = next((rank for rank in counted if rank.gone), cause)
     head = f"rank {cause.rank} failed after {at - started:.1f} s: {cause.describe()}"
-    told = cause if cause.needed_by is None else ranks[cause.needed_by]
-    detail = told.raised.text if told.raised else stderr_of(told.rank)
+    shown = cause if cause.needed_by is None else ranks[cause.needed_by]
+    detail = shown.raised.text if shown.raised else stderr_of(shown.rank)
     died_of = [s for s in passed_on if cause.status in (-s, 128 + s) and not cause.signalled]
     hint = _NO_HANDLER.format(signal_name(died_of[0])) if died_of else ""
     report = _join(head, last_lines(detail), hint, _others(ranks, cause))

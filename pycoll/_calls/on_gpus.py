@@ -97,13 +97,13 @@ def prepare(
 
 def in_shared_memory(shm: ShmComm, group: Group, reduction: Reduction) -> bool:
     """Run a reduction for which all ranks have voted; whether it is done, on all of them."""
-    steps, told = reduction.steps(shm.engine), None
+    steps, answers = reduction.steps(shm.engine), None
     try:
         while True:
-            item = next(steps) if told is None else steps.send(told)
-            told = None
+            item = next(steps) if answers is None else steps.send(answers)
+            answers = None
             if isinstance(item, bytes):
-                told = shm.tell(item)
+                answers = shm.tell(item)
             elif not item.done or item.error is not None:
                 shm.wait(item)
     except StopIteration as stop:
@@ -145,13 +145,13 @@ FIRST_SUBCALL = 8
 
 def _on_gpus(group: Group, number: int, call: bytes, reduction: Reduction) -> CallSteps:
     """Reduce on the GPUs; returns whether it is done, the same on all ranks."""
-    steps, told, subcall = reduction.steps(group.engine), None, 0
+    steps, answers, subcall = reduction.steps(group.engine), None, 0
     try:
         while True:
-            item = next(steps) if told is None else steps.send(told)
-            told = None
+            item = next(steps) if answers is None else steps.send(answers)
+            answers = None
             if isinstance(item, bytes):
-                told = yield from _gathered(group, (number, subcall), call, item)
+                answers = yield from _gathered(group, (number, subcall), call, item)
                 subcall += 1
             else:
                 yield item

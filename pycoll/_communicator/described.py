@@ -50,7 +50,7 @@ def picker(method: Callable[..., Any]) -> Callable[..., Picked]:
         return next((name for name in wanted if name in names), default)
 
     tag = () if receives else ("tag",)
-    told = [
+    passed = [
         first("None", "x", "xs"),
         first("_ABSENT", "dest", "root"),
         first("_ABSENT", "source"),
@@ -60,7 +60,7 @@ def picker(method: Callable[..., Any]) -> Callable[..., Picked]:
         first("None", "algorithm"),
         first("None", "status"),
     ]
-    source = f"lambda {', '.join(listed)}: ({', '.join(told)})"
+    source = f"lambda {', '.join(listed)}: ({', '.join(passed)})"
     made: Callable[..., Picked] = eval(source, {**defaults, "_ABSENT": ABSENT})
     return made
 

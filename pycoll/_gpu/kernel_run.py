@@ -121,8 +121,8 @@ class Reduction:
             yield from self._before(engine)
             mine = self._record()
             is_told = True
-            told = yield mine.pack()
-            records = [Told(*_RECORD.unpack(data)) for data in told]
+            answers = yield mine.pack()
+            records = [Told(*_RECORD.unpack(data)) for data in answers]
             if not all([record.flags for record in records]):
                 return GIVEN_UP
             if len({record.uuid for record in records}) == 1:
@@ -168,8 +168,8 @@ class Reduction:
                         copy.settle()
                         raise
                     mine = DONE
-        told = yield bytes([mine])
-        return told[self._leader][0]
+        answers = yield bytes([mine])
+        return answers[self._leader][0]
 
     def _passes(self, records: Sequence[Told]) -> list[Pass]:
         if self._collective == "reduce":
@@ -197,8 +197,8 @@ class Reduction:
         is_long = self._x.nbytes >= TWO_PHASES_NBYTES
         in_two = self._collective == "all_reduce" and (in_place or is_long)
         opened = self._open(records, with_results=in_two) and self._program(1) is not None
-        told = yield bytes([opened])
-        if not all([data[0] for data in told]):
+        answers = yield bytes([opened])
+        if not all([data[0] for data in answers]):
             return CANNOT
         for phase in range(2 if in_two else 1):
             copy = self._phase(engine, phase, in_two)

@@ -165,18 +165,18 @@ class Connection:
         if self._rank < 0:
             return
         host, _, port = self._endpoint.removeprefix("tcp://").rpartition(":")
-        told = b""
+        answer = b""
         deadline = min(deadline, time.monotonic() + _ASK_S)
         with contextlib.suppress(OSError, ValueError):
             address = (host.strip("[]"), int(port))
             left = max(1e-3, deadline - time.monotonic())
             with sockets.create_connection(address, left) as asking:
                 asking.sendall(late_question(self._key))
-                while len(told) < _ANSWER_NBYTES and (data := asking.recv(1 << 16)):
-                    told += data
+                while len(answer) < _ANSWER_NBYTES and (data := asking.recv(1 << 16)):
+                    answer += data
                     asking.settimeout(max(1e-3, deadline - time.monotonic()))
         try:
-            kind, fields = unpack(told, max(self._size, 16))
+            kind, fields = unpack(answer, max(self._size, 16))
             pid = fields["pids"][self._rank]
         except (MalformedError, LookupError, TypeError):
             return  # it is no launcher, or its job has not met
