@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycoll._launcher import agent_socket
 from pycoll._launcher.agent import Agent
@@ -39,6 +39,9 @@ from pycoll._launcher.process import doing as process_doing
 from pycoll._launcher.signals import caught_signals, outlive_signals
 from pycoll._support.environment import HostPlacement, rank_environment, usable_cores
 from pycoll.errors import BootstrapError
+
+if TYPE_CHECKING:
+    from pycoll._launcher.kept_calls import HostCalls
 
 UNKNOWN = 256
 """The status of a process that has ended, if only its parent can know it."""
@@ -133,6 +136,10 @@ class AdoptedHost:
     def tally(self, rank: int) -> Tally | None:
         """See `host.Host`."""
         return self._memory.tally(rank)
+
+    def read_calls(self, heard: Callable[[list[HostCalls]], object]) -> None:
+        """See `host.Host`."""
+        heard(self._memory.calls())
 
     def tell_failure(self) -> None:
         """See `host.Host`."""

@@ -18,6 +18,8 @@ for a while, it ends the ranks.
     signal number                 to every process of the job here; SIGUSR1, SIGUSR2: to the ranks
     signal_rank rank, number      to the processes of a rank
     failure                       wakes the ranks: one of the job has failed
+    calls                         calls pieces: what the ranks have called last, of each host that
+                                  this is (`kept_calls.HostCalls.packed`)
     ask rank                      answer rank, packed: what its threads do, as `inspected` packs it
     taken rank, stream, nbytes    so much of its output has been written
     clock                         clock, with its time: nanoseconds of CLOCK_MONOTONIC
@@ -215,6 +217,8 @@ class Agent:
             host.signal_rank(*fields)
         elif kind == "failure":
             host.tell_failure()
+        elif kind == "calls":
+            host.read_calls(lambda hosts: self._line.send("calls", [h.packed() for h in hosts]))
         elif kind == "ask":
             host.ask(fields[0], lambda rank, packed: self._line.send("answer", rank, packed))
         elif kind == "taken":

@@ -25,7 +25,7 @@ from pycoll._launcher.signals import PASSED_ON
 from pycoll._support.environment import HostPlacement, cpus_of_cores, rank_environment, usable_cores
 
 if TYPE_CHECKING:
-    from pycoll._launcher.kept_calls import Kept
+    from pycoll._launcher.kept_calls import HostCalls
     from pycoll._launcher.tracing import TraceMemory
 
 _POLL_S = 0.05  # between looks at the ranks where there are no pidfds
@@ -108,6 +108,9 @@ class Host(Protocol):
 
     def tally(self, rank: int) -> Tally | None:
         """Return what a rank has done since it joined; None: that is not known."""
+
+    def read_calls(self, heard: Callable[[list[HostCalls]], object]) -> None:
+        """Have `heard` called with what the ranks have called last, of each host that this is."""
 
     def tell_failure(self) -> None:
         """Wake the ranks that wait natively: one has failed."""
@@ -341,9 +344,9 @@ class LocalHost:
         """See `Host`."""
         return self._memory.tally(rank)
 
-    def kept_calls(self) -> list[Kept]:
-        """Return what ranks have called last, of each host that this is."""
-        return self._memory.kept_calls()
+    def read_calls(self, heard: Callable[[list[HostCalls]], object]) -> None:
+        """See `Host`."""
+        heard(self._memory.calls())
 
     def guard_file(self, path: str) -> None:
         """Have a file removed that this process makes, if it is killed; "": there is none."""

@@ -11,7 +11,7 @@ all ranks of the host. They make it larger and lay it out; the launcher knows of
     4096 + 1024 * r + 512   the line, UTF-8 that ends with a zero byte: the call in shared memory
                             that r waits in, ", since " and a time of CLOCK_MONOTONIC in
                             seconds; or empty
-    behind all records      for each local rank what it has called last: host/noted.h, there
+    behind all records      for each local rank what it notes of its calls: host/noted.h, there
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pycoll._support.environment import HostPlacement
 
 if TYPE_CHECKING:
-    from pycoll._launcher.kept_calls import Kept
+    from pycoll._launcher.kept_calls import HostCalls
 
 _PAGE = 4096
 _EPOCH, _LOCK = 64 // 4, 128 // 4  # as indices of uint32
@@ -37,7 +37,8 @@ _SEQUENCE = struct.Struct("@I")
 _SEQUENCE_OFFSET = _PAGE + 508
 _TALLY = struct.Struct("@QQQQQ")
 _TALLY_OFFSET = _PAGE + 128
-_NOTES_NBYTES = 128 << 10
+NOTES_NBYTES = 300 << 10
+"""What a rank notes of its calls: as in transports/_core/host/noted.h."""
 _LINE_OFFSET, _LINE_NBYTES = _PAGE + 512, 500
 _TRIES = 100  # to read a line that is being written; the writer may have died in the middle
 
@@ -80,7 +81,7 @@ class HostMemory:
             self.descriptors.append(self._memfd)
             # With what those ranks write, too, that share nothing else.
             self._notes = _PAGE - (-local_size * _RECORD // _PAGE) * _PAGE
-            os.ftruncate(self._memfd, self._notes + local_size * _NOTES_NBYTES)
+            os.ftruncate(self._memfd, self._notes + local_size * NOTES_NBYTES)
             # It only grows: where a rank has mapped it there is always something.
             fcntl.fcntl(self._memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._page = mmap.mmap(self._memfd, _PAGE)
@@ -134,18 +135,17 @@ class HostMemory:
             waited_ns += max(0, time.monotonic_ns() - since_ns)
         return Tally(calls, messages, nbytes, waited_ns / 1e9)
 
-    def kept_calls(self, world: Mapping[int, int]) -> Kept:
-        """What its ranks have called last; `world`: by local rank which it is."""
-        from pycoll._launcher.kept_calls import noted, unpacked  # not sooner: few jobs need it
-        from pycoll._transports._core import kept_calls
+    def calls(self, ranks: list[int]) -> HostCalls | None:
+        """What its ranks have called last, which these are in the world; None: it is not known."""
+        from pycoll._launcher.kept_calls import HostCalls  # not sooner: few jobs need it
 
         if self._page is None:
-            return {}
-        notes = {
-            rank: os.pread(self._memfd, _NOTES_NBYTES, self._notes + local * _NOTES_NBYTES)
-            for local, rank in world.items()
-        }
-        return unpacked(kept_calls(self._memfd, len(world)), world) | noted(notes)
+            return None
+        notes = [
+            os.pread(self._memfd, NOTES_NBYTES, self._notes + local * NOTES_NBYTES)
+            for local in range(len(ranks))
+        ]
+        return HostCalls.read(self._memfd, notes, ranks)
 
     def close(self) -> None:
         """Give memory and descriptors back; may be called again."""
@@ -210,13 +210,14 @@ class JobMemory:
         """What `rank` has done; None: it is not known here."""
         return self.of(rank).tally(self._places[rank].local_rank)
 
-    def kept_calls(self) -> list[Kept]:
+    def calls(self) -> list[HostCalls]:
         """What the ranks of each host have called last."""
         found = []
         for node, host in self._hosts.items():
-            mine = {at.local_rank: rank for rank, at in self._places.items() if at.node == node}
-            found.append(host.kept_calls(mine))
-        return found
+            mine = [rank for rank, at in self._places.items() if at.node == node]
+            mine.sort(key=lambda rank: self._places[rank].local_rank)
+            found.append(host.calls(mine))
+        return [each for each in found if each is not None]
 
     def close(self) -> None:
         """Give everything back; may be called again."""

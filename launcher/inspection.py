@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycoll._launcher import guardian, wait_table
-from pycoll._launcher.host import LocalHost
 from pycoll._launcher.job_socket import Asker, JobSocket
 from pycoll._launcher.job_spec import JobSpec
 from pycoll._launcher.rendezvous_server import Server
@@ -24,6 +23,7 @@ from pycoll._launcher.watch import WaitReport, Watch
 if TYPE_CHECKING:
     from pycoll._launcher.hosts import Hosts
     from pycoll._launcher.outcome import RankState
+    from pycoll._launcher.recorder import Recorder
 
 _ANSWER_S = 1.0
 """Who has not answered then does not in time: it is stopped, or keeps Python's lock."""
@@ -62,7 +62,7 @@ class Inspection:
         self._askers: list[Asker] = []
         self._states: dict[int, str] = {}
         self._stacks: dict[int, Fields] = {}
-        self._has_kept_calls = False
+        self._recorder: Recorder | None = None
         self._socket = JobSocket(spec.job, selector, self._hear)
         stack.callback(self._socket.close)
         self.spec = spec._replace(socket=self._socket.path)
@@ -74,18 +74,20 @@ class Inspection:
             self.spec = spec
 
     def keep_calls(self, why: str) -> None:
-        """Write what ranks have called last to the folder for logs; the first reason counts."""
-        folder = self._options.log_dir
-        if folder is None or self._has_kept_calls or not self.hosts.have_started:
+        """Find out what ranks have called last; the first reason counts."""
+        if self._recorder is not None or not self.hosts.have_started:
             return
-        from pycoll._launcher import kept_calls
+        from pycoll._launcher.recorder import Recorder
 
-        self._has_kept_calls = True
-        waits = self._server.calls.waits().values()
-        hosts = dict.fromkeys(self.hosts.of(rank) for rank in self._ranks())
-        kept = [each for host in hosts if isinstance(host, LocalHost) for each in host.kept_calls()]
-        if error := kept_calls.write(folder, kept, waits, why):
-            self.hosts.say(error)
+        self._recorder = Recorder(self._options.log_dir, why, self.hosts.say)
+        self._recorder.ask({rank: self.hosts.of(rank) for rank in self._ranks()})
+
+    def finish_calls(self) -> str:
+        """Write what has come until now, if not all has; returns where ranks first differ.
+
+        "" if that is not known.
+        """
+        return self._recorder.finish() if self._recorder is not None else ""
 
     def tell_stragglers(self, ranks: Sequence[RankState], now: float) -> None:
         """Say at the end of a job which rank the others have waited for."""

@@ -1,22 +1,27 @@
-"""The last collectives of ranks, and the first in which they differ.
+"""What ranks have called last, as it lies in the memory of their hosts, which outlives them.
 
-Those in shared memory the compiled core keeps where it compares calls anyway: of each communicator
-the last 1024 of each rank, as collective, operator, dtype, root, and bytes. Of those by messages it
-notes the last 1024 of each rank, as text. Both are there when the rank is not.
+- Collectives in shared memory the compiled core keeps where it compares calls anyway: of each
+  communicator the last 1024 of each rank, as collective, operator, dtype, root, and bytes.
+- It notes the last 1024 waits of each rank in these: for whom, when, and where in the program.
+- It notes the last 1024 collectives by messages of each rank, as text, and when.
+- It notes the last 1024 messages of each rank that go from program to program.
+- It notes what the last 128 communicators are called that a rank has made.
+
+The layout is that of transports/_core/host/noted.h. A rank may have written anything there: what
+makes no sense is shown as it is, or left out.
 """
 
 from __future__ import annotations
 
-import os
 import struct
+import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
+
+import msgpack
 
 from pycoll._launcher.outcome import ranks_text
-
-if TYPE_CHECKING:
-    from pycoll._launcher.rendezvous_calls import RankWait
 
 KINDS = (
     *("barrier", "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter"),
@@ -36,23 +41,42 @@ DTYPES = (
 _REDUCES = frozenset({"reduce", "all_reduce", "reduce_scatter", "scan", "exscan"})
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _CALL = struct.Struct("@QQ")
-_TEXT_NBYTES = 96
-_NOTE = struct.Struct(f"@QQQII{_TEXT_NBYTES}s")
-_SHOWN = 20
+
+_NOTED = 1024  # of each kind
+_TEXT_NBYTES = 112
+_MESSAGE = struct.Struct("@QQqiI")
+_WAIT = struct.Struct("@QQQQII56s")
+_NOTE = struct.Struct(f"@QQQQQQ{_TEXT_NBYTES}s")
+_NUMBER = struct.Struct("@Q")
+_NAME = struct.Struct("@QI52s")
+_NAMES, _NAMES_AT = 128, 64
+_MESSAGES_AT = _NAMES_AT + _NAMES * _NAME.size
+_WAITS_AT = _MESSAGES_AT + _NOTED * _MESSAGE.size
+_NOTES_AT = _WAITS_AT + _NOTED * _WAIT.size
+
+_ANY = -1
+_STATES = {0: ", not finished", 16: "", 32: ", given up", 48: ", handed on"}
+_MOST_PACKED_NBYTES = 16 << 20
 
 
 class KeptCall(NamedTuple):
-    """A call as it was kept.
+    """A collective in shared memory as it was kept.
 
     Attributes:
         signature: differs if collective, operator, dtype, root or shape do.
         nbytes: of one rank's value, or of one block.
+        place: where it was made; "": it did not wait, or where is not known.
+        when: how long it has waited, as text; "": not long.
     """
 
     signature: int
     nbytes: int
+    place: str = ""
+    when: str = ""
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """The call, without where it was made."""
         kind = _name(KINDS, self.signature & 15)
         text = f"{kind}, {self.nbytes} bytes"
         if kind in _REDUCES:
@@ -62,31 +86,75 @@ class KeptCall(NamedTuple):
             text += f", root={self.signature >> 13 & 0xFFFF}"
         return text
 
+    def __str__(self) -> str:
+        return f"{self.text}{f' at {self.place}' if self.place else ''}{self.when}"
+
 
 def _name(names: tuple[str, ...], number: int) -> str:
     return names[number] if number < len(names) else f"number {number}"
 
 
 class NotedCall(NamedTuple):
-    """A call by messages as it was noted.
+    """A collective by messages as it was noted.
 
     Attributes:
         signature: differs if the calls do.
         place: where it was made; "": that does not fit.
-        ended: it has ended well.
+        when: how long ago it has begun, and how long it has taken, as text.
     """
 
     signature: str
     place: str
-    ended: bool
+    when: str
+
+    @property
+    def text(self) -> str:
+        """The call, without where it was made."""
+        return self.signature
 
     def __str__(self) -> str:
-        place = f" at {self.place}" if self.place else ""
-        return f"{self.signature}{place}{'' if self.ended else ', not finished'}"
+        return f"{self.text}{f' at {self.place}' if self.place else ''}{self.when}"
+
+
+class NotedMessage(NamedTuple):
+    """A send or a receive as it was noted.
+
+    Attributes:
+        number: it counts the rank's messages.
+        ident: of the communicator.
+        is_send: else it is a receive.
+        peer: rank of the world; -1: any may send it.
+        tag: -1: any may come.
+        nbytes: of a receive that has not finished the most that fits, 0: any number.
+        state: 0: under way; 16: finished; 32: withdrawn, or failed; 48: received in another way.
+    """
+
+    number: int
+    ident: int
+    is_send: bool
+    peer: int
+    tag: int
+    nbytes: int
+    state: int
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it had not finished."""
+        return self.state == 0
+
+    def text(self, on: str) -> str:
+        """Return it as text; `on`: what its communicator is called."""
+        peer = "any rank" if self.peer == _ANY else f"rank {self.peer}"
+        tag = "any tag" if self.tag == _ANY else f"tag {self.tag}"
+        nbytes = f"{self.nbytes} bytes"
+        if not self.is_send and self.state != 16:
+            nbytes = f"at most {nbytes}" if self.nbytes else "of any length"
+        what = f"send to {peer}" if self.is_send else f"recv from {peer}"
+        return f"{what}, {tag}, {nbytes}, on {on}{_STATES[self.state]}"
 
 
 class RankCalls(NamedTuple):
-    """The calls of one rank on one communicator.
+    """The collectives of one rank on one communicator.
 
     Attributes:
         number: how many it has made.
@@ -106,40 +174,178 @@ Kept = dict[tuple[int, str], dict[int, RankCalls]]
 """Of each communicator, by its number and how calls go, those of its ranks, as in the world."""
 
 
-def unpacked(
-    found: Iterable[tuple[int, list[tuple[int, int, int, bytes]]]], world: Mapping[int, int]
-) -> Kept:
-    """Return what `_core.kept_calls` has found; `world`: ranks by their numbers on the host."""
-    kept: Kept = {}
-    for ident, ranks in found:
-        kept[ident, "in shared memory"] = {
-            world[local]: RankCalls(number, [KeptCall(*pair) for pair in _CALL.iter_unpack(last)])
-            for _, local, number, last in ranks
-            if local in world
-        }
-    return kept
+class Calls(NamedTuple):
+    """What ranks have called last, of one host or of several.
+
+    Attributes:
+        ranks: of which something could be known.
+        kept: collectives.
+        messages: of each rank, the oldest first.
+        names: of communicators.
+    """
+
+    ranks: list[int]
+    kept: Kept
+    messages: dict[int, list[NotedMessage]]
+    names: dict[int, str]
 
 
-def noted(notes: Mapping[int, bytes]) -> Kept:
-    """Return what ranks have noted; `notes`: of each rank of the world."""
-    kept: Kept = {}
-    for rank, data in notes.items():
-        found = sorted(
-            note for note in _NOTE.iter_unpack(data[: len(data) // 128 * 128]) if note[0]
-        )
-        for ident in {note[1] for note in found}:
-            mine = [note[2:] for note in found if note[1] == ident]
-            calls = [_noted(text[:nbytes], ended) for _, ended, nbytes, text in mine]
-            of_ident = kept.setdefault((ident, "by messages"), {})
-            of_ident[rank] = RankCalls(mine[-1][0] + 1, calls)
-    return kept
+class HostCalls(NamedTuple):
+    """What the ranks of one host have called last, as it was read from their memory.
+
+    Attributes:
+        ranks: of the world, by their numbers on the host.
+        kept: of each communicator and rank how many calls it has made, and the last of them.
+        notes: of each rank.
+        now_ns: when that was, of CLOCK_MONOTONIC there.
+    """
+
+    ranks: list[int]
+    kept: list[tuple[int, list[tuple[int, int, bytes]]]]
+    notes: list[bytes]
+    now_ns: int
+
+    @classmethod
+    def read(cls, memfd: int, notes: list[bytes], ranks: list[int]) -> HostCalls:
+        """Read it from the memory of a host, whose ranks have noted that."""
+        try:
+            from pycoll._transports._core import kept_calls
+        except ImportError:  # it was not built: then ranks have nothing in shared memory
+            return cls(ranks, [], notes, time.monotonic_ns())
+        kept = [
+            (
+                ident,
+                [
+                    (ranks[local], number, last)
+                    for _, local, number, last in of_ident
+                    if local < len(ranks)
+                ],
+            )
+            for ident, of_ident in kept_calls(memfd, len(ranks))
+        ]
+        return cls(ranks, kept, notes, time.monotonic_ns())
+
+    def packed(self) -> bytes:
+        """Return it as an agent sends it; of very many communicators with fewer calls of each."""
+        most = _NOTED * _CALL.size
+        while True:
+            kept = [
+                (ident, [(rank, number, last[len(last) - most :] if most else b"")
+                         for rank, number, last in of_ident])
+                for ident, of_ident in self.kept
+            ]  # fmt: skip
+            if sum(len(last) for _, ranks in kept for *_, last in ranks) <= _MOST_PACKED_NBYTES:
+                return zlib.compress(msgpack.packb(self._replace(kept=kept)), 1)
+            most = most // 2 // _CALL.size * _CALL.size
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> HostCalls:
+        """Return what `packed` was made of."""
+        return cls(*msgpack.unpackb(zlib.decompress(data)))
 
 
-def _noted(text: bytes, ended: int) -> NotedCall:
-    signature, _, place = text.partition(b"\0")
-    is_whole = len(text) < _TEXT_NBYTES
-    where = place.decode(errors="replace") if is_whole else ""
-    return NotedCall(signature.decode(errors="replace"), where, bool(ended))
+def merged(hosts: Iterable[HostCalls]) -> Calls:
+    """Return what the ranks of several hosts have called last."""
+    calls = Calls([], {}, {}, {1: "world"})
+    for host in hosts:
+        calls.ranks.extend(host.ranks)
+        waits = {}
+        for rank, notes in zip(host.ranks, host.notes, strict=True):
+            calls.messages[rank] = list(_messages(notes))
+            waits[rank] = _waits(notes, host)
+            for ident, nbytes, text in _ring(notes, _NAMES_AT, _NAME, _NAMES):
+                if ident:
+                    calls.names.setdefault(ident, _text(text[:nbytes]))
+            for ident, noted in _noted(notes, host.now_ns).items():
+                calls.kept.setdefault((ident, "by messages"), {})[rank] = noted
+        for ident, of_ident in host.kept:
+            for rank, number, last in of_ident:
+                of_rank = calls.kept.setdefault((ident, "in shared memory"), {})
+                of_rank[rank] = RankCalls(number, list(_kept(ident, number, last, waits[rank])))
+    for (ident, _), of_rank in calls.kept.items():
+        if ident == 1:  # the world: who has not called anything there is missing
+            for rank in calls.ranks:
+                of_rank.setdefault(rank, RankCalls(0, []))
+    return calls
+
+
+Waits = dict[tuple[int, int], tuple[str, str]]
+"""By communicator and number: where the call was made, and how long it has waited, as text."""
+
+
+def _kept(ident: int, number: int, last: bytes, waits: Waits) -> Iterator[KeptCall]:
+    for index, (signature, nbytes) in enumerate(_CALL.iter_unpack(last)):
+        wait = waits.get((ident, number - len(last) // _CALL.size + 1 + index), ("", ""))
+        yield KeptCall(signature, nbytes, *wait)
+
+
+def _ring(
+    notes: bytes, at: int, record: struct.Struct, count: int = _NOTED
+) -> Iterator[tuple[Any, ...]]:
+    data = notes[at : at + count * record.size]
+    return record.iter_unpack(data[: len(data) // record.size * record.size])
+
+
+def _messages(notes: bytes) -> Iterator[NotedMessage]:
+    found = list(_ring(notes, _MESSAGES_AT, _MESSAGE))
+    if len(found) < _NOTED:  # the memory ends there
+        return
+    (count,) = _NUMBER.unpack_from(notes)
+    for number in range(max(0, count - _NOTED), count):
+        ident, nbytes, tag, peer, what = found[number % _NOTED]
+        kind, state = what & 15, what & ~15
+        if kind in (1, 2) and state in _STATES:
+            yield NotedMessage(number + 1, ident, kind == 1, peer, tag, nbytes, state)
+
+
+def _waits(notes: bytes, host: HostCalls) -> Waits:
+    calls: dict[tuple[int, int], list[tuple[int, int, int, str]]] = {}
+    for ident, number, since, until, peer, nbytes, text in _ring(notes, _WAITS_AT, _WAIT):
+        if number and peer < len(host.ranks):
+            wait = since, until, host.ranks[peer], _text(text[:nbytes])
+            calls.setdefault((ident, number), []).append(wait)
+    return {call: _waited(found, host.now_ns) for call, found in calls.items()}
+
+
+def _waited(found: list[tuple[int, int, int, str]], now_ns: int) -> tuple[str, str]:
+    """Where a call was made, and how long it has waited for all for whom it did."""
+    place = next((place for *_, place in found if place), "")
+    going_on = [wait for wait in found if not wait[1]]
+    peers = ranks_text({peer for *_, peer, _ in going_on or found})
+    if going_on:
+        since = min(since for since, *_ in going_on)
+        return place, f", waits for {peers}, {_seconds(now_ns - since)}"
+    waited = sum(max(0, until - since) for since, until, *_ in found)
+    ago = now_ns - max(until for _, until, *_ in found)
+    return place, f", waited {_seconds(waited)} for {peers}, until {_seconds(ago)} before"
+
+
+def _noted(notes: bytes, now_ns: int) -> dict[int, RankCalls]:
+    found = sorted(note for note in _ring(notes, _NOTES_AT, _NOTE) if note[0])
+    calls: dict[int, list[NotedCall]] = {}
+    numbers = {}
+    for _, ident, number, begun, ended, nbytes, text in found:
+        calls.setdefault(ident, []).append(_noted_call(text, nbytes, begun, ended, now_ns))
+        numbers[ident] = number + 1
+    return {ident: RankCalls(numbers[ident], calls[ident]) for ident in calls}
+
+
+def _noted_call(text: bytes, nbytes: int, begun: int, ended: int, now_ns: int) -> NotedCall:
+    signature, _, place = text[:nbytes].partition(b"\0")
+    when = f", begun {_seconds(now_ns - begun)} before"
+    when += f", took {_seconds(ended - begun)}" if ended else ", not finished"
+    return NotedCall(_text(signature), _text(place) if nbytes < _TEXT_NBYTES else "", when)
+
+
+def _text(data: bytes) -> str:
+    """What a rank has written, as one line."""
+    text = data.decode(errors="replace")
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def _seconds(nanoseconds: int) -> str:
+    seconds = max(0, nanoseconds) / 1e9
+    return f"{seconds:.6f} s" if seconds < 0.001 else f"{seconds:.3f} s"
 
 
 Made = dict[int, KeptCall | NotedCall | None]
@@ -158,57 +364,3 @@ def first_difference(ranks: Mapping[int, RankCalls]) -> tuple[int, Made]:
         if len({call and call.signature for call in made.values()}) > 1:
             return number, made
     return 0, {}
-
-
-def lines(kept: Kept, names: Mapping[int, str], why: str) -> Iterator[str]:
-    """Yield a report.
-
-    Args:
-        kept: the calls.
-        names: of communicators, as far as they are known.
-        why: what has happened.
-    """
-    yield f"Calls when {why}, counted from 1 on each communicator."
-    for (ident, way), ranks in kept.items():
-        if not any(calls.number for calls in ranks.values()):
-            continue
-        yield ""
-        yield f"{way} on {names.get(ident, f'communicator {ident}')}, {ranks_text(ranks)}:"
-        number, made = first_difference(ranks)
-        if not number:
-            yield f"    all have made the same, up to call {max(c.number for c in ranks.values())}"
-        else:
-            yield f"    the first in which they differ is call {number}:"
-            order = sorted(made, key=lambda rank: (str(made[rank]), rank))
-            for text, group in groupby(order, key=lambda rank: _made(made[rank])):
-                yield f"        {ranks_text(list(group))}: {text}"
-        for rank, calls in sorted(ranks.items()):
-            yield f"    the last calls of rank {rank}:"
-            shown = calls.last[-_SHOWN:]
-            for index, call in enumerate(shown, calls.number - len(shown) + 1):
-                yield f"        {index}  {call}"
-
-
-def write(folder: str, hosts: Iterable[Kept], waits: Iterable[RankWait], why: str) -> str:
-    """Write a report of each host to calls.txt in a folder; returns why that was not possible.
-
-    Where no rank has called anything there is none.
-    """
-    names = {1: "world"}
-    names |= {wait.context: wait.name for wait in waits if isinstance(wait.context, int)}
-    path = os.path.join(folder, "calls.txt")
-    hosts = list(hosts)
-    of_ranks = (ranks for kept in hosts for ranks in kept.values())
-    if not any(calls.number for ranks in of_ranks for calls in ranks.values()):
-        return ""
-    text = "\n\n".join("\n".join(lines(kept, names, why)) for kept in hosts)
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(f"{text}\n")
-    except OSError as exc:
-        return f"{path} cannot be written: {exc.strerror or exc}"
-    return ""
-
-
-def _made(call: KeptCall | NotedCall | None) -> str:
-    return "has not made it" if call is None else str(call)

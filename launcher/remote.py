@@ -30,6 +30,7 @@ from pycoll._launcher.rendezvous_carriers import Peer, Relayed
 from pycoll._support.environment import HostPlacement
 
 if TYPE_CHECKING:
+    from pycoll._launcher.kept_calls import HostCalls
     from pycoll._launcher.tracing import RemoteTrace
 
 START_S = 60.0
@@ -118,6 +119,7 @@ class RemoteHost:
         self._links: dict[int, Relayed] = {}
         self._tallies: dict[int, Tally | None] = {}
         self._heard: Callable[[int, bytes], object] | None = None
+        self._heard_calls: Callable[[list[HostCalls]], object] | None = None
         self._start_s = start_s
         self._give_up_at = time.monotonic() + start_s
         self._is_ending = False
@@ -178,6 +180,11 @@ class RemoteHost:
     def tally(self, rank: int) -> Tally | None:
         """See `host.Host`: as of the last beat."""
         return self._tallies.get(rank)
+
+    def read_calls(self, heard: Callable[[list[HostCalls]], object]) -> None:
+        """See `host.Host`: when the agent has answered; never, if it is lost."""
+        self._heard_calls = heard
+        self.line.send("calls")
 
     def tell_failure(self) -> None:
         """See `host.Host`."""
@@ -257,6 +264,10 @@ class RemoteHost:
                 self._events.opened(self)
         elif kind == "answer" and self._heard is not None:
             self._heard(*fields)
+        elif kind == "calls" and self._heard_calls is not None:
+            from pycoll._launcher.kept_calls import HostCalls  # not sooner: few jobs need it
+
+            self._heard_calls([HostCalls.unpacked(piece) for piece in fields[0]])
         elif kind == "clock" and self.trace is not None:
             self.trace.told_time(fields[0])
         elif kind == "trace" and self.trace is not None:

@@ -52,6 +52,7 @@ class Server:
         size: number of ranks in the job.
         key: the job's secret, at least 16 random bytes.
         host: the address to listen on; a free port is chosen.
+        before_failure: called with a rank that has failed, before the others are told.
         on_failure: called when the ranks have been told that one has failed.
         doing: returns what a rank does without having told us, "" if that is not known.
 
@@ -72,6 +73,7 @@ class Server:
         key: bytes,
         host: str = "127.0.0.1",
         *,
+        before_failure: Callable[[int], object] = lambda rank: None,
         on_failure: Callable[[], object] = lambda: None,
         doing: Callable[[int], str] = lambda rank: "",
     ) -> None:
@@ -91,7 +93,8 @@ class Server:
         self.on_seen: Callable[[int, dict[str, Any]], object] = lambda rank, fields: None
         self._notices: list[Notice] = []
         self._told_unencrypted = False
-        self._on_failure, self._waits_natively = on_failure, doing
+        self._before_failure, self._on_failure = before_failure, on_failure
+        self._waits_natively = doing
         self._closed = False
         self._carriers = Carriers(key, host)
         self.endpoint = self._carriers.endpoint
@@ -405,6 +408,7 @@ class Server:
             self._end_meeting(f"{text}\n{detail}" if detail else text)
         elif not entry.failed:
             entry.failed = True
+            self._before_failure(rank)
             self.push_others(rank, "failed", {"rank": rank, "reason": reason, "detail": detail})
             self._lose(f"rank {rank} failed: {reason}")
             self._on_failure()

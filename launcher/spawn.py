@@ -101,6 +101,7 @@ class Job(RankEnds):
         self._decision: Decision | None = None
         self._record: Callable[[str], object] = lambda text: None  # to the launcher's log
         self._late_at = _NEVER  # when the whole job has taken too long
+        self._first_difference = ""  # among the calls of ranks, as text
         self._over_at: float | None = None  # when the job is left, all ranks having ended
 
     def run(self) -> Outcome:
@@ -155,6 +156,7 @@ class Job(RankEnds):
         self._hosts.sweep(self._hear)
         if self._options.trace_records and self._hosts.have_started:
             self.traces = self._hosts.traces(self._ranks)
+        self._first_difference = self._inspection.finish_calls()
         self._inspection.tell_stragglers(self._ranks, time.monotonic() - LINGER_S)
         self._relay.finish()
         self._flush()
@@ -190,6 +192,7 @@ class Job(RankEnds):
         self.server = Server(
             options.size,
             key,
+            before_failure=lambda rank: self._inspection.keep_calls(f"rank {rank} had failed"),
             on_failure=lambda: self._hosts.tell_failure(),
             doing=lambda rank: self._ended.get(rank) or self._hosts.of(rank).doing(rank),
         )
@@ -403,6 +406,10 @@ class Job(RankEnds):
         outcome = judge(
             self._ranks, self._decision, self._started, self._relay.tail, self._passed_on
         )
+        cause = None if outcome.culprit is None else self._ranks[outcome.culprit]
+        if cause is not None and cause.raised is None and cause.abort_code is None:
+            report = "\n".join(filter(None, [outcome.report, self._first_difference]))
+            outcome = outcome._replace(report=report)
         if outcome.status == 0 and not outcome.report:
             outcome = outcome._replace(report=unconnected(self._ranks, self._argv[0]))
         return outcome

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pycoll._transports._core import MappedHost
 
-_PAGE, _RECORD_NBYTES, _NOTES_NBYTES = 4096, 1024, 128 << 10  # of _core/host/host.h
+_PAGE, _RECORD_NBYTES, _NOTES_NBYTES = 4096, 1024, 300 << 10  # of _core/host/host.h
 _TALLY_OFFSET = 128  # in a record
 
 

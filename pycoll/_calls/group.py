@@ -96,6 +96,7 @@ class Group:
         self._order = self.engine.agreed.order(self.hosts)
         self.context: Context = engine.open_context(ident, self.members)
         self.context.name = name
+        engine.transport.core.note_name(ident, name)
         self.context.made_at = place_of_call()
         self.context.on_cuda_ipc = lambda context, arrival: cuda_ipc.heard(engine, context, arrival)
         self._from_world = {world: rank for rank, world in enumerate(self.members)}

@@ -115,7 +115,13 @@ static void enter(void *left) {
     has_lock = true;
 }
 
-const struct pc_call_up native_up = {native_sleep, leave, enter};
+static void identify(const pc_call *call, int peer, struct pc_noted_wait *wait) {
+    (void)call;
+    wait->ident = wait->number = 1;
+    wait->peer = (uint32_t)peer;
+}
+
+const struct pc_call_up native_up = {native_sleep, identify, leave, enter};
 
 PyObject *PyErr_SetFromErrno(PyObject *type) {
     (void)type;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -52,6 +53,8 @@ def test_the_last_calls_of_a_rank_that_was_killed_are_written_beside_those_of_th
                 waiting = sum(rank["waits_in"] is not None for rank in ranks)
         os.kill(ranks[1]["process"], signal.SIGKILL)
         assert process.wait(LIMIT_S) == 128 + 9
+        assert process.stderr is not None
+        report = process.stderr.read().decode()
     said = (tmp_path / "logs/calls.txt").read_text()
     assert "when rank 1 had failed" in said
     world = said[said.index("in shared memory on world, ranks 0-2:") :]
@@ -62,7 +65,14 @@ def test_the_last_calls_of_a_rank_that_was_killed_are_written_beside_those_of_th
     differ = lines[2:4]
     assert "rank 1: has not made it" in differ
     differ.remove("rank 1: has not made it")
-    assert differ == ["ranks 0, 2: all_reduce, 400 bytes of float32, op=max"]
+    call = "all_reduce, 400 bytes of float32, op=max at script.py:12"
+    assert differ == [f"ranks 0, 2: {call}"]
+    for rank in 0, 2:
+        of_other = lines[lines.index(f"the last calls of rank {rank}:") + 20]
+        assert re.fullmatch(
+            rf"{number}  {re.escape(call)}, waits for rank 1, \d+\.\d\d\d s", of_other
+        )
+    assert f"pycoll-run: the first call in which ranks differ is call {number} on world: " in report
     of_killed = lines[lines.index("the last calls of rank 1:") :]
     of_killed = of_killed[: of_killed.index("the last calls of rank 2:")]
     assert of_killed[-1].startswith(f"{number - 1}  broadcast, ")
@@ -90,7 +100,8 @@ def test_calls_by_messages_are_written_with_their_lines_and_whether_they_have_en
     lines = [line.strip() for line in world.splitlines()]
     of_ended = lines[lines.index("the last calls of rank 1:") + 1 :]
     assert of_ended[19].startswith("1500  all_reduce(float64[10], op=sum")
-    assert of_ended[19].endswith(" at script.py:4")
+    took = r" at script\.py:4, begun \d+\.\d+ s before, took \d+\.\d+ s"
+    assert re.search(f"{took}$", of_ended[19])
     assert not any(of_ended[20:])
 
 

@@ -2,6 +2,8 @@
    receive. See engine.h. */
 #include "engine.h"
 
+#include "../core.h"
+
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -106,17 +108,18 @@ static void give_early(struct pc_context *context, uint64_t number, const struct
 }
 
 /* Note a call where the launcher reads it. */
-static struct pc_noted *note(const struct pc_context *context, const struct pc_called *call) {
+static struct pc_noted_call *note(const struct pc_context *context, const struct pc_called *call) {
     struct pc_engine *engine = context->engine;
-    if (engine->noted == NULL)
+    if (engine->notes == NULL)
         return NULL;
-    struct pc_noted *noted = &engine->noted[engine->num_noted++ % PC_NOTED_CALLS];
+    struct pc_noted_call *noted = &engine->notes->calls[engine->notes->num_calls++ % PC_NOTED];
     size_t nbytes = call->nbytes < sizeof noted->text ? call->nbytes : sizeof noted->text;
-    noted->ordinal = engine->num_noted;
+    noted->ordinal = engine->notes->num_calls;
     noted->ident = context->ident;
     noted->number = call->number;
-    noted->ended = 0;
-    noted->nbytes = (uint32_t)nbytes;
+    noted->begun_ns = pc_now_ns();
+    noted->ended_ns = 0;
+    noted->nbytes = nbytes;
     memcpy(noted->text, call->text, nbytes);
     return noted;
 }
@@ -144,7 +147,7 @@ struct pc_called *pc_context_begin(struct pc_context *context, const void *text,
 void pc_context_end(struct pc_context *context, struct pc_called *call) {
     if (call->noted != NULL && call->noted->ident == context->ident &&
         call->noted->number == call->number)
-        call->noted->ended = 1;
+        call->noted->ended_ns = pc_now_ns();
     struct pc_called **last = &context->last_calls[context->num_ended++ % PC_LAST_CALLS];
     if (*last != NULL && (*last)->number + 1 == context->next_call)
         context->newest = *last;

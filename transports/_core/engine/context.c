@@ -15,6 +15,35 @@ void pc_p2p_header(unsigned char header[PC_P2P_NBYTES], uint64_t ident, int64_t 
     header[PC_FORM_AT] = form;
 }
 
+/* --- notes of messages between programs ------------------------------------------------------- */
+
+static uint64_t note_send(struct pc_engine *engine, const struct pc_send *send,
+                          const unsigned char *header) {
+    int64_t tag;
+    if (send->counted_in == NULL || header[0] != PC_KIND_P2P)
+        return 0;
+    memcpy(&tag, header + 9, sizeof tag);
+    return pc_note_message(engine->notes, send->counted_in->ident, send->peer, tag, send->nbytes,
+                           PC_NOTED_SEND);
+}
+
+static uint64_t note_receive(const struct pc_context *context, const struct pc_receive *receive) {
+    if (receive->by_address || receive->posted.peek || context->counts == NULL)
+        return 0;
+    return pc_note_message(context->engine->notes, context->ident, receive->posted.queued.source,
+                           receive->posted.queued.tag, receive->room, PC_NOTED_RECEIVE);
+}
+
+static void note_received(struct pc_engine *engine, const struct pc_receive *receive) {
+    struct pc_noted_message *noted = pc_noted_of(engine->notes, receive->noted);
+    if (noted != NULL) {
+        noted->peer = receive->source;
+        noted->tag = receive->tag;
+        noted->nbytes = receive->nbytes;
+        noted->what = PC_NOTED_RECEIVE | PC_NOTED_DONE;
+    }
+}
+
 /* --- what ends -------------------------------------------------------------------------------- */
 
 void pc_receive_end(struct pc_engine *engine, struct pc_receive *receive, int status,
@@ -37,6 +66,11 @@ void pc_receive_end(struct pc_engine *engine, struct pc_receive *receive, int st
                 memcpy(receive->header, message->header, message->header_nbytes);
         }
     }
+    if (status == 0 && message != NULL)
+        note_received(engine, receive);
+    else if (status != PC_TAKEN_BACK) /* which waits again */
+        pc_note_end(engine->notes, receive->noted,
+                    status == PC_REFUSED ? PC_NOTED_REFUSED : PC_NOTED_GIVEN_UP);
     pc_engine_tell(engine, &receive->ending);
 }
 
@@ -52,6 +86,7 @@ void pc_send_end(struct pc_engine *engine, struct pc_send *send, int status) {
     send->status = status;
     if (status == 0 && send->counted_in != NULL)
         pc_count_sent(send->counted_in, send->peer, send->nbytes);
+    pc_note_end(engine->notes, send->noted, status == 0 ? PC_NOTED_DONE : PC_NOTED_GIVEN_UP);
     pc_engine_tell(engine, &send->ending);
 }
 
@@ -223,6 +258,7 @@ void pc_context_settle(struct pc_context *context, struct pc_message *message,
 /* --- what the caller asks for ----------------------------------------------------------------- */
 
 void pc_receive_start(struct pc_context *context, struct pc_receive *receive) {
+    receive->noted = note_receive(context, receive);
     pc_receive_start_at(context, receive, context->matching.next_number++);
 }
 
@@ -285,6 +321,8 @@ void pc_receive_take_over(struct pc_receive *receive, struct pc_receive *from) {
     decouple(from);
     from->state = PC_RECEIVE_IDLE;
     from->context = NULL;
+    receive->noted = from->noted;
+    from->noted = 0;
     receive->posted.queued.number = from->posted.queued.number;
     receive->posted.queued.source = from->posted.queued.source;
     receive->posted.queued.tag = from->posted.queued.tag;
@@ -302,6 +340,7 @@ void pc_receive_drop(struct pc_receive *receive) {
     decouple(receive);
     receive->state = PC_RECEIVE_IDLE;
     receive->context = NULL;
+    pc_note_end(engine->notes, receive->noted, PC_NOTED_GIVEN_UP);
     pc_message_drop(engine, message, true);
     pc_engine_leave(engine);
 }
@@ -310,6 +349,7 @@ void pc_receive_count(const struct pc_receive *receive) {
     const struct pc_message *message = receive->message;
     if (receive->context->counts != NULL)
         pc_count_received(receive->context, message->match.queued.source, message->nbytes);
+    pc_note_end(receive->context->engine->notes, receive->noted, PC_NOTED_DONE);
 }
 
 /* Let a message that is being read go on in memory of ours. False: there is none. */
@@ -351,6 +391,7 @@ bool pc_receive_give_up(struct pc_receive *receive) {
         pc_match_withdraw_posted(&context->matching, &receive->posted);
     receive->state = PC_RECEIVE_IDLE;
     receive->context = NULL;
+    pc_note_end(engine->notes, receive->noted, PC_NOTED_GIVEN_UP);
     if (message != NULL)
         pc_context_settle(context, message, NULL);
     pc_engine_leave(engine);
@@ -363,6 +404,7 @@ int pc_send_start(struct pc_context *context, struct pc_send *send, const void *
     send->status = context->broken != 0 ? context->broken : engine->gone[send->peer];
     send->ending.is_send = true;
     send->stopped = false;
+    send->noted = 0;
     if (send->status != 0)
         return PC_SENT;
     send->nbytes = 0;
@@ -370,6 +412,7 @@ int pc_send_start(struct pc_context *context, struct pc_send *send, const void *
         send->nbytes += send->parts[part].iov_len;
     send->counted_in =
         context->counts != NULL ? context : pc_context_of(engine, header, header_nbytes);
+    send->noted = note_send(engine, send, header);
     pc_engine_enter(engine);
     struct pc_link *link = engine->links[send->peer];
     int answer = link->ops->send(link, send, header, header_nbytes, way);
@@ -383,7 +426,9 @@ int pc_send_start(struct pc_context *context, struct pc_send *send, const void *
     } else if (answer == PC_SENT) {
         if (send->counted_in != NULL)
             pc_count_sent(send->counted_in, send->peer, send->nbytes);
+        pc_note_end(engine->notes, send->noted, PC_NOTED_DONE);
     } else {
+        pc_note_end(engine->notes, send->noted, PC_NOTED_GIVEN_UP);
         send->status = answer;
         answer = PC_SENT;
     }
@@ -406,6 +451,7 @@ bool pc_send_take_back(struct pc_send *send) {
     struct pc_link *link = engine->links[send->peer];
     pc_engine_enter(engine);
     unlink_send(send);
+    pc_note_end(engine->notes, send->noted, PC_NOTED_GIVEN_UP);
     link->ops->take_back(link, send);
     pc_engine_leave(engine);
     return true;

@@ -134,6 +134,7 @@ struct pc_receive {
     unsigned char *header;
     size_t header_nbytes;
 
+    uint64_t noted; /* see `pc_note_message` */
     struct pc_context *context;
     struct pc_message *message;
     struct pc_ending ending;
@@ -145,7 +146,7 @@ struct pc_receive {
    may differ. */
 struct pc_called {
     uint64_t number;
-    struct pc_noted *noted; /* or NULL */
+    struct pc_noted_call *noted; /* or NULL */
     size_t nbytes, signature_nbytes; /* all of the text; of what must be the same on all ranks */
     struct pc_chained by_number;
     unsigned char text[];
@@ -214,8 +215,7 @@ struct pc_engine {
     void (*lost)(struct pc_engine *engine, int peer, const char *why);
     void *owner;
     struct pc_tally *tally; /* what it has done; NULL when it is opened: it is to have its own */
-    struct pc_noted *noted; /* its last calls, a ring; NULL: they are not noted */
-    uint64_t num_noted;
+    struct pc_notes *notes; /* of what it has called last; NULL: nobody reads them */
 
     int *gone; /* by peer: a status; 0: it is there */
     /* to which messages of other kinds belong, and their sends: nothing is matched there */

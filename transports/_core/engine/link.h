@@ -53,6 +53,7 @@ struct pc_send {
     bool stopped; /* it will not be received, whatever its link says of it until it is taken back */
     size_t nbytes;
     uint64_t token[2]; /* the link's own */
+    uint64_t noted; /* see `pc_note_message` */
     struct pc_context *context;
     struct pc_context *counted_in; /* whose message it is; NULL: nobody counts it */
     struct pc_send *next, **at; /* of those that are under way on the context */

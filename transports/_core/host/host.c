@@ -137,7 +137,8 @@ static size_t ring_nbytes_of(int size) {
 void pc_host_lay_out(pc_host *host, int ranks) {
     size_t size = (size_t)ranks;
     size_t offset = pc_round_up(PC_PAGE + size * PC_RECORD_NBYTES, PC_PAGE);
-    offset += size * PC_NOTED_NBYTES;
+    host->notes_offset = offset;
+    offset += size * PC_NOTES_NBYTES;
     host->rings_offset = offset;
     host->ring_nbytes = ring_nbytes_of(ranks);
     offset += size * size * host->ring_nbytes;

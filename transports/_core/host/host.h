@@ -7,7 +7,7 @@
        offset 0      page of the host: failure epoch, lock and table of communicators
        4096          a record of 1024 bytes a rank: is it asleep, what is it doing, and what has it
                      done (tally.h)
-       notes         for each rank the collectives by messages that it has begun (noted.h)
+       notes         for each rank what it has called and waited for last (noted.h)
        rings         a ring for each ordered pair of ranks (channel.h)
        heaps         a heap for each rank: payloads of buffered messages (channel.h)
        regions       a region for each communicator that uses shared-memory collectives (region.h)
@@ -75,8 +75,8 @@ typedef struct pc_host {
     bool owns;         /* its descriptors end with it */
     unsigned char *base; /* of the mapping, up to the regions */
     size_t mapped;
-    size_t rings_offset, ring_nbytes, heaps_offset, heap_nbytes, table_offset, regions_offset,
-        region_nbytes;
+    size_t notes_offset, rings_offset, ring_nbytes, heaps_offset, heap_nbytes, table_offset,
+        regions_offset, region_nbytes;
     size_t arenas_offset, arena_nbytes, file_nbytes;
     unsigned char **windows; /* by rank: its arena, as it is mapped here; NULL: it is not */
 } pc_host;
@@ -90,6 +90,11 @@ void pc_host_close(pc_host *host);
 static inline struct pc_page *pc_host_page(pc_host *host) { return (struct pc_page *)host->base; }
 static inline struct pc_record *pc_host_record(pc_host *host, int rank) {
     return (struct pc_record *)(host->base + PC_PAGE) + rank;
+}
+/* What this rank has called and waited for last. */
+static inline struct pc_notes *pc_host_notes(pc_host *host) {
+    return (struct pc_notes *)(host->base + host->notes_offset +
+                               (size_t)host->rank * PC_NOTES_NBYTES);
 }
 /* Forks that lie between this process and the one that loaded the core. */
 extern uint32_t pc_forks;

@@ -23,6 +23,9 @@ struct pc_call_up {
        last time (called again with `last` if that was in vain); -1: give up, an exception is set.
        With `peer` -1 the wait is over. */
     int (*sleep)(pc_call *call, int peer, uint64_t waited_ns, bool last);
+    /* Say in a note which call this is, which waits for `peer`; with the lock also where in the
+       program it was made. */
+    void (*identify)(const pc_call *call, int peer, struct pc_noted_wait *wait);
     /* give up the lock: returns what `enter` takes it back with, never NULL */
     void *(*leave)(void);
     void (*enter)(void *left);

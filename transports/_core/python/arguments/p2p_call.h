@@ -25,10 +25,12 @@ static const char *const names[ARGUMENTS] = {"x",      "dest",    "source",  "ta
 static const signed char send_order[] = {X, DEST, TAG, -1},
                          recv_order[] = {SOURCE, TAG, OUT, STATUS, -1};
 
-static inline bool has_place(const signed char *order, int which) {
-    while (*order >= 0 && *order != which)
-        order++;
-    return *order == which;
+/* Which of the arguments of `order`, or TIMEOUT, has this name; ARGUMENTS: none. */
+static inline int argument_of(const signed char *order, PyObject *name) {
+    for (; *order >= 0; order++)
+        if (PyUnicode_CompareWithASCIIString(name, names[(int)*order]) == 0)
+            return *order;
+    return PyUnicode_CompareWithASCIIString(name, names[TIMEOUT]) == 0 ? TIMEOUT : ARGUMENTS;
 }
 
 /* Sort the arguments: those of `order`, and the keyword `timeout`; false: leave it to Python, also
@@ -41,12 +43,8 @@ static inline bool parse(const signed char *order, PyObject *const *args, Py_ssi
         values[(int)order[index]] = args[index];
     }
     for (Py_ssize_t index = 0; keywords != NULL && index < PyTuple_Size(keywords); index++) {
-        PyObject *keyword = PyTuple_GetItem(keywords, index);
-        int which = 0;
-        while (which < ARGUMENTS && PyUnicode_CompareWithASCIIString(keyword, names[which]) != 0)
-            which++;
-        if (which == ARGUMENTS || values[which] != NULL ||
-            (which != TIMEOUT && !has_place(order, which)))
+        int which = argument_of(order, PyTuple_GetItem(keywords, index));
+        if (which == ARGUMENTS || values[which] != NULL)
             return false;
         values[which] = args[count + index];
     }

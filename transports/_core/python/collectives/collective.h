@@ -14,11 +14,9 @@
 #include "python/arguments/arrays.h"
 #include "python/engine/engine_type.h"
 #include "python/arguments/kinds.h"
+#include "python/base/call_place.h"
 
 #include "engine/pipeline.h"
-
-/* Bytes of the place where a call was made. */
-#define PC_MOST_PLACE_NBYTES 256
 
 /* Dimensions of an array of which plans are kept. */
 #define PC_PLAN_DIMS 6
@@ -124,10 +122,6 @@ struct pc_started {
 int pc_collectives_expect(pc_collectives *self, const struct pc_started *like, PyObject *plan);
 /* plan_type.c: plans of an earlier generation than this are not used. */
 uint64_t pc_plans_generation(void);
-
-/* call_place.c: write file and line of the innermost frame that is not pycoll's, at most
-   PC_MOST_PLACE_NBYTES, as `task.caller` does; returns the length. */
-size_t pc_call_place(char *to);
 
 /* What is called. */
 struct pc_collective_call {

@@ -239,7 +239,7 @@ static PyObject *engine_dropped(pc_engine_object *self, void *unused) {
     return Py_NewRef(self->dropped);
 }
 
-/* count_in(fd, offset, notes): what it does is counted there (tally.h), and its calls are noted
+/* count_in(fd, offset, notes): what it does is counted there (tally.h), and what it calls is noted
    (noted.h). */
 static PyObject *engine_count_in(pc_engine_object *self, PyObject *args) {
     int fd;
@@ -247,7 +247,7 @@ static PyObject *engine_count_in(pc_engine_object *self, PyObject *args) {
     struct stat file;
     if (!PyArg_ParseTuple(args, "inn", &fd, &offset, &notes))
         return NULL;
-    size_t nbytes = (size_t)notes + PC_NOTED_NBYTES;
+    size_t nbytes = (size_t)notes + PC_NOTES_NBYTES;
     if (offset < 0 || offset % 8 != 0 || notes < offset || notes % 8 != 0 ||
         self->counted != NULL || fstat(fd, &file) < 0 || (size_t)file.st_size < nbytes) {
         PyErr_SetString(PyExc_ValueError, "that is no place to count in, or there is one");
@@ -261,7 +261,29 @@ static PyObject *engine_count_in(pc_engine_object *self, PyObject *args) {
     struct pc_turn turn;
     if (take(self, &turn)) {
         self->engine.tally = self->drive.tally = (struct pc_tally *)(base + offset);
-        self->engine.noted = (struct pc_noted *)(base + notes);
+        self->engine.notes = (struct pc_notes *)(base + notes);
+        give(self, &turn);
+    }
+    Py_RETURN_NONE;
+}
+
+/* note_name(ident, name) */
+static PyObject *engine_note_name(pc_engine_object *self, PyObject *args) {
+    unsigned long long ident;
+    const char *name;
+    Py_ssize_t nbytes;
+    struct pc_turn turn;
+    if (!PyArg_ParseTuple(args, "Ks#", &ident, &name, &nbytes))
+        return NULL;
+    if (take(self, &turn)) {
+        struct pc_notes *notes = self->engine.notes;
+        if (notes != NULL) {
+            struct pc_noted_name *noted = &notes->names[notes->num_names++ % PC_NOTED_NAMES];
+            bool fits = (size_t)nbytes < sizeof noted->text;
+            noted->ident = ident;
+            noted->nbytes = fits ? (uint32_t)nbytes : sizeof noted->text;
+            memcpy(noted->text, name, noted->nbytes);
+        }
         give(self, &turn);
     }
     Py_RETURN_NONE;
@@ -304,6 +326,8 @@ static PyMethodDef engine_methods[] = {
      "There is something for Python to do: have somebody come."},
     {"count_in", (PyCFunction)engine_count_in, METH_VARARGS,
      "count_in(fd, offset, notes): count what is done, and note calls, in this file."},
+    {"note_name", (PyCFunction)engine_note_name, METH_VARARGS,
+     "note_name(ident, name): note what a communicator is called."},
     {"watch", (PyCFunction)engine_watch, METH_O,
      "watch(fd): have waits end when it is readable, once."},
     {"watch_again", (PyCFunction)engine_watch_again, METH_NOARGS,

@@ -54,6 +54,7 @@ static bool wait_again(pc_engine_object *self, struct pc_py_item *item) {
     successor->context = item->context;
     memcpy(successor->expects, item->expects, sizeof item->expects);
     successor->receive = (struct pc_receive){.ask = true,
+                                             .noted = item->receive.noted,
                                              .room = item->receive.room,
                                              .expects_nbytes = item->receive.expects_nbytes,
                                              .notify = receive_told,

@@ -2,6 +2,7 @@
    comm.h. */
 #include "comm.h"
 #include "python/arguments/timeout.h"
+#include "python/base/call_place.h"
 
 #include <stdlib.h>
 
@@ -104,9 +105,20 @@ static int sleep_in_python(pc_call *base, int peer, uint64_t waited_ns, bool las
     return verdict;
 }
 
+static void identify(const pc_call *base, int peer, struct pc_noted_wait *wait) {
+    const pc_collective *call = (const pc_collective *)base;
+    char place[PC_MOST_PLACE_NBYTES];
+    size_t nbytes = base->left == NULL ? pc_call_place(place) : 0;
+    wait->ident = call->comm->ident;
+    wait->number = call->number != 0 ? call->number : call->comm->number + 1;
+    wait->peer = (uint32_t)call->comm->local[peer];
+    wait->nbytes = nbytes <= sizeof wait->place ? (uint32_t)nbytes : 0;
+    memcpy(wait->place, place, wait->nbytes);
+}
+
 static void *leave(void) { return PyEval_SaveThread(); }
 static void enter(void *left) { PyEval_RestoreThread(left); }
-static const struct pc_call_up call_up = {sleep_in_python, leave, enter};
+static const struct pc_call_up call_up = {sleep_in_python, identify, leave, enter};
 
 int pc_call_begin(pc_collective *call, pc_comm *comm, int kind, int root) {
     memset(call, 0, sizeof *call);

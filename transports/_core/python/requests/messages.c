@@ -22,6 +22,8 @@ static bool plain_peer(const pc_messages *self, PyObject *value, long least, int
 int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag,
                    struct pc_outgoing *outgoing) {
     outgoing->value = x;
+    outgoing->views = NULL;
+    outgoing->array.held.obj = NULL;
     outgoing->tag = tag == NULL ? 0 : small_int(tag, 0, -1);
     if (x == NULL || dest == NULL || !plain_peer(self, dest, 0, &outgoing->dest) ||
         outgoing->tag < 0)

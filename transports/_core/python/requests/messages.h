@@ -25,7 +25,7 @@ struct pc_incoming_call {
 
 /* Whether anything can be started here. */
 bool pc_messages_may_start(const pc_messages *self);
-/* 1: `outgoing`, which was zero, is filled in; 0: leave it to Python; -1 with an exception. */
+/* 1: `outgoing` is filled in; 0: leave it to Python; -1 with an exception. */
 int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag,
                    struct pc_outgoing *outgoing);
 /* False: leave it to Python; perhaps with an exception. */

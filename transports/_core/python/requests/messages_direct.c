@@ -34,23 +34,30 @@ bool pc_messages_post(pc_messages *self, const struct pc_outgoing *outgoing) {
         struct iovec part = {array->data, array->nbytes};
         posted = pc_link_shm_post(&engine->shm, rank, header, header_nbytes, &part);
     }
-    if (posted)
+    if (posted) {
         pc_count_sent(context, rank, array->nbytes);
+        pc_note_message(engine->engine.notes, self->ident, rank, outgoing->tag, array->nbytes,
+                        PC_NOTED_SEND | PC_NOTED_DONE);
+    }
     pc_lock_give(&engine->drive.lock);
     return posted;
+}
+
+static int64_t tag_of(const unsigned char *header) {
+    int64_t tag;
+    memcpy(&tag, header + 9, sizeof tag);
+    return tag;
 }
 
 /* Whether a header is that of the array that is wanted, and `nbytes` of it fit. */
 static bool is_wanted(const pc_messages *self, const unsigned char *header, size_t header_nbytes,
                       size_t nbytes, const struct pc_incoming_call *incoming) {
     uint64_t ident;
-    int64_t tag;
     if (header_nbytes < HEADER_NBYTES + DESCRIPTION_NBYTES || header[0] != KIND_P2P ||
         header[17] != PC_FORM_ARRAY)
         return false;
     memcpy(&ident, header + 1, 8);
-    memcpy(&tag, header + 9, 8);
-    return ident == self->ident && (incoming->tag == ANY || incoming->tag == tag) &&
+    return ident == self->ident && (incoming->tag == ANY || incoming->tag == tag_of(header)) &&
            header[18] == incoming->array.dtype && nbytes <= incoming->array.nbytes;
 }
 
@@ -75,8 +82,11 @@ bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming
     if (taken) {
         if (nbytes > 0)
             memcpy(incoming->array.data, message + header_nbytes, nbytes);
+        int64_t tag = tag_of(message);
         pc_link_shm_took(&engine->shm, rank, nbytes);
         pc_count_received(context, rank, nbytes);
+        pc_note_message(engine->engine.notes, self->ident, rank, tag, nbytes,
+                        PC_NOTED_RECEIVE | PC_NOTED_DONE);
     }
     pc_lock_give(&engine->drive.lock);
     return taken;

@@ -26,7 +26,7 @@ static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t co
                          PyObject *keywords, enum pc_request_kind kind, bool is_blocking,
                          const char *name) {
     PyObject *values[ARGUMENTS] = {NULL};
-    struct pc_outgoing outgoing = {0};
+    struct pc_outgoing outgoing;
     uint64_t timeout_ns;
     int plain = pc_messages_may_start(self) && parse(send_order, args, count, keywords, values) &&
                 pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) &&

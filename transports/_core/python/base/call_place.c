@@ -1,6 +1,9 @@
-/* Where in a program a call was made. See collective.h. */
-#include "collective.h"
+/* Where in a program a call was made. */
+#include "py.h"
 
+#include "call_place.h"
+
+#include <stdbool.h>
 #include <string.h>
 
 /* Of places that have called before: the code is kept, so that its address is no other code's. */
@@ -55,7 +58,7 @@ static PyFrameObject *caller_of(PyFrameObject *frame) {
     return (PyFrameObject *)outer;
 }
 
-size_t pc_call_place(char *to) {
+size_t pc_call_place(char to[PC_MOST_PLACE_NBYTES]) {
     PyFrameObject *frame = (PyFrameObject *)Py_XNewRef((PyObject *)PyEval_GetFrame());
     while (frame != NULL) {
         PyObject *code = (PyObject *)PyFrame_GetCode(frame);
