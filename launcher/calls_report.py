@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 from itertools import groupby
 
-from pycoll._launcher.kept_calls import Calls, Made, first_difference
+from pycoll._launcher.kept_calls import JobCalls, Made, first_difference
 from pycoll._launcher.outcome import ranks_text
 
 _SHOWN = 20
 
 
-def difference(calls: Calls) -> str:
+def difference(calls: JobCalls) -> str:
     """Return the first collective in which ranks differ, in a line; "": none is known.
 
     Args:
@@ -31,7 +31,7 @@ def difference(calls: Calls) -> str:
     return f"the first call in which ranks differ is call {number} on {name}: {ranks_made}"
 
 
-def lines(calls: Calls, why: str, missing: str = "") -> Iterator[str]:
+def lines(calls: JobCalls, why: str, missing: str = "") -> Iterator[str]:
     """Yield a report.
 
     Args:
@@ -73,7 +73,7 @@ def lines(calls: Calls, why: str, missing: str = "") -> Iterator[str]:
                 yield f"    {message.number}  {message.text(_name(calls, message.ident))}"
 
 
-def write(folder: str, calls: Calls, why: str, missing: str = "") -> str:
+def write(folder: str, calls: JobCalls, why: str, missing: str = "") -> str:
     """Write a report to calls.txt in a folder; returns why that was not possible.
 
     Where no rank has called anything there is none.
@@ -90,7 +90,7 @@ def write(folder: str, calls: Calls, why: str, missing: str = "") -> str:
     return ""
 
 
-def _name(calls: Calls, ident: int) -> str:
+def _name(calls: JobCalls, ident: int) -> str:
     return calls.names.get(ident, f"communicator {ident}")
 
 

@@ -23,7 +23,7 @@ from pycoll._launcher.watch import WaitReport, Watch
 if TYPE_CHECKING:
     from pycoll._launcher.hosts import Hosts
     from pycoll._launcher.outcome import RankState
-    from pycoll._launcher.recorder import Recorder
+    from pycoll._launcher.recorder import CallRecorder
 
 _ANSWER_S = 1.0
 """Who has not answered then does not in time: it is stopped, or keeps Python's lock."""
@@ -62,7 +62,7 @@ class Inspection:
         self._askers: list[Asker] = []
         self._states: dict[int, str] = {}
         self._stacks: dict[int, Fields] = {}
-        self._recorder: Recorder | None = None
+        self._recorder: CallRecorder | None = None
         self._socket = JobSocket(spec.job, selector, self._hear)
         stack.callback(self._socket.close)
         self.spec = spec._replace(socket=self._socket.path)
@@ -77,9 +77,9 @@ class Inspection:
         """Find out what ranks have called last; the first reason counts."""
         if self._recorder is not None or not self.hosts.have_started:
             return
-        from pycoll._launcher.recorder import Recorder
+        from pycoll._launcher.recorder import CallRecorder
 
-        self._recorder = Recorder(self._options.log_dir, why, self.hosts.say)
+        self._recorder = CallRecorder(self._options.log_dir, why, self.hosts.say)
         self._recorder.ask({rank: self.hosts.of(rank) for rank in self._ranks()})
 
     def finish_calls(self) -> str:

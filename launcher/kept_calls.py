@@ -174,7 +174,7 @@ Kept = dict[tuple[int, str], dict[int, RankCalls]]
 """Of each communicator, by its number and how calls go, those of its ranks, as in the world."""
 
 
-class Calls(NamedTuple):
+class JobCalls(NamedTuple):
     """What ranks have called last, of one host or of several.
 
     Attributes:
@@ -244,9 +244,9 @@ class HostCalls(NamedTuple):
         return cls(*msgpack.unpackb(zlib.decompress(data)))
 
 
-def merged(hosts: Iterable[HostCalls]) -> Calls:
+def merged(hosts: Iterable[HostCalls]) -> JobCalls:
     """Return what the ranks of several hosts have called last."""
-    calls = Calls([], {}, {}, {1: "world"})
+    calls = JobCalls([], {}, {}, {1: "world"})
     for host in hosts:
         calls.ranks.extend(host.ranks)
         waits = {}

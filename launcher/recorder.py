@@ -11,7 +11,7 @@ from pycoll._launcher.kept_calls import HostCalls
 from pycoll._launcher.outcome import ranks_text
 
 
-class Recorder:
+class CallRecorder:
     """What ranks had called last at one moment.
 
     Args:

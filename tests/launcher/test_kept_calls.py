@@ -76,8 +76,8 @@ def test_the_last_calls_of_a_rank_that_was_killed_are_written_beside_those_of_th
     of_killed = lines[lines.index("the last calls of rank 1:") :]
     of_killed = of_killed[: of_killed.index("the last calls of rank 2:")]
     assert of_killed[-1].startswith(f"{number - 1}  broadcast, ")
-    assert of_killed[-1].endswith(", root=2")
-    assert of_killed[-2] == f"{number - 2}  all_reduce, 80 bytes of float64, op=sum"
+    assert ", root=2" in of_killed[-1]
+    assert of_killed[-2].startswith(f"{number - 2}  all_reduce, 80 bytes of float64, op=sum")
 
 
 def test_calls_by_messages_are_written_with_their_lines_and_whether_they_have_ended(
