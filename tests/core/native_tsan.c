@@ -447,7 +447,8 @@ static void run_comm(uint64_t seed) {
     layout.pids = pids;
     layout.local = local;
     pc_host host = {.size = size, .fd = -1, .doorbells = doorbells};
-    host.mapped = PC_PAGE + MAX_RANKS * PC_RECORD_NBYTES;
+    host.notes_offset = pc_round_up(PC_PAGE + MAX_RANKS * PC_RECORD_NBYTES, PC_PAGE);
+    host.mapped = host.notes_offset + MAX_RANKS * PC_NOTES_NBYTES;
     host.spins = spins[native_random(&seed) % 3];
     host.base = map(host.mapped);
     unsigned char *windows[MAX_RANKS];

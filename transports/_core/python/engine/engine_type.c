@@ -262,6 +262,7 @@ static PyObject *engine_count_in(pc_engine_object *self, PyObject *args) {
     if (take(self, &turn)) {
         self->engine.tally = self->drive.tally = (struct pc_tally *)(base + offset);
         self->engine.notes = (struct pc_notes *)(base + notes);
+        self->engine.now_ns = pc_drive_now_ns;
         give(self, &turn);
     }
     Py_RETURN_NONE;
