@@ -13,7 +13,7 @@ _SHOWN = 20
 
 
 def difference(calls: JobCalls) -> str:
-    """Return the first collective in which ranks differ, in a line; "": none is known.
+    """Return the first collective in which ranks differ, in lines; "": none is known.
 
     Args:
         calls: of all ranks. A communicator with a name is shown before one without, and of those
@@ -27,8 +27,8 @@ def difference(calls: JobCalls) -> str:
     if not found:
         return ""
     *_, number, name, made = max(found, key=lambda each: each[:2])
-    ranks_made = "; ".join(_groups(made))
-    return f"the first call in which ranks differ is call {number} on {name}: {ranks_made}"
+    head = f"the first call in which ranks differ is call {number} on {name}:"
+    return "\n    ".join([head, *_groups(made)])
 
 
 def lines(calls: JobCalls, why: str, missing: str = "") -> Iterator[str]:

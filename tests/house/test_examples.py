@@ -226,7 +226,7 @@ def test_the_death_in_the_readme_is_reported_as_the_readme_shows(tmp_path: Path)
     assert done.returncode == int(status)
     # The ranks' lines come in any order, and the time is never the same, nor who had begun to wait.
     seen, shown = (
-        sorted(re.sub(r"after [\d.]+ s|on world: .*", "", t).splitlines())
+        sorted(re.sub(r"after [\d.]+ s|(?<=on world:)(\n    .*)+", "", t).splitlines())
         for t in (done.stderr, output)
     )
     assert seen == shown

@@ -72,7 +72,9 @@ def test_the_last_calls_of_a_rank_that_was_killed_are_written_beside_those_of_th
         assert re.fullmatch(
             rf"{number}  {re.escape(call)}, waits for rank 1, \d+\.\d\d\d s", of_other
         )
-    assert f"pycoll-run: the first call in which ranks differ is call {number} on world: " in report
+    assert (
+        f"pycoll-run: the first call in which ranks differ is call {number} on world:\n" in report
+    )
     of_killed = lines[lines.index("the last calls of rank 1:") :]
     of_killed = of_killed[: of_killed.index("the last calls of rank 2:")]
     assert of_killed[-1].startswith(f"{number - 1}  broadcast, ")

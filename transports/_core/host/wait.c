@@ -67,6 +67,10 @@ int pc_wait_long(pc_call *call, pc_flag64 *flag, uint64_t value, int peer) {
             break;
     }
     pc_hold(call);
+    if (wait.nbytes == 0) { /* the lock was given up before */
+        call->up->identify(call, peer, &wait);
+        *noted = wait;
+    }
     pc_host_sleep(call->host);
     int status = 0;
     while (status == 0 && pc_load(flag) < value)
