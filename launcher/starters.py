@@ -43,5 +43,7 @@ def _ssh_command(name: str, environ: Mapping[str, str]) -> list[str]:
     if path := environ.get("PYTHONPATH"):
         words = ["env", f"PYTHONPATH={path}", *words]
     remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
-    options = ("BatchMode=yes", "ConnectTimeout=10")
+    # By these ssh ends, too, where the other host is gone, even if nobody is left to end it.
+    alive = ("ServerAliveInterval=4", "ServerAliveCountMax=2")  # after 12 s, later than LOST_S
+    options = ("BatchMode=yes", "ConnectTimeout=10", *alive)
     return ["ssh", "-T", *(f"-o{option}" for option in options), "--", name, remote]

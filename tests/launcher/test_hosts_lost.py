@@ -122,3 +122,13 @@ def test_a_job_goes_on_without_one_host_and_then_without_another(
     for rank, host in (1, "hostb"), (2, "hostb"), (3, "hostc"), (4, "hostc"):
         assert f"rank {rank} failed after" in running.said
         assert f"lost with its host {host}: " in running.said
+
+
+def test_nothing_is_left_of_a_launcher_that_is_killed_when_a_host_has_been_cut_off(
+    hosts: Bed, script: Callable[[str], str]
+) -> None:
+    with job(hosts, "-H", "hosta:1,hostb:1,hostc:1", script(ON), ready=3):
+        hosts.cut("hostb")
+        hosts.signal("hosta", signal.SIGKILL, "pycoll._launcher -H")
+        for name in hosts.names:  # ssh to hostb ends by itself
+            until_empty(hosts, name, GONE_S)
