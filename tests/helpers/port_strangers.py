@@ -65,10 +65,14 @@ class Strangers:
         with self.connect() as stranger:
             self.say(stranger, words)
             deadline = time.monotonic() + LIMIT_S
-            with contextlib.suppress(ConnectionError):
+            try:
                 while stranger.recv(4096):
                     if time.monotonic() > deadline:
                         return False
+            except ConnectionError:
+                pass
+            except TimeoutError:
+                return False
             return True
 
 
