@@ -159,6 +159,86 @@ def test_a_hundred_worlds_leave_nothing_in_the_process(ranks: Any) -> None:
     ranks(joined_and_closed, 100, "auto")
 
 
+# Joins as a rank of a world of three, and dies in the middle of a call.
+DIES = """
+import random, signal, sys
+import numpy as np, pycoll
+
+def share(text):
+    if text is None:
+        return sys.stdin.readline().strip()
+    print(text, flush=True)
+
+world = pycoll.join(int(sys.argv[1]), 3, share)
+x = np.full(100_000, 1.0)
+world.all_reduce(x)
+signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 0.02))  # nothing handles this alarm
+while True:
+    world.all_reduce(x)
+"""
+
+
+def reduce_for_ever(world: Comm) -> None:
+    while True:
+        assert world.all_reduce(np.full(100_000, 1.0))[-1] == world.size
+
+
+def joined_with_one_who_dies(comm: Comm, cycles: int) -> None:
+    import gc
+
+    after: list[tuple[int, int, int]] = []
+    steady = pycoll.join(comm.rank, 2, comm.broadcast, name="steady")
+    gc.disable()
+    try:
+        for cycle in range(cycles):
+            victim = cycle % 3
+            mine = [rank for rank in range(3) if rank != victim][comm.rank]
+            with contextlib.ExitStack() as stack:
+                child = None
+                if comm.rank == 0:
+                    words = [sys.executable, "-c", DIES, str(victim)]
+                    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                    child = stack.enter_context(subprocess.Popen(words, text=True, **pipes))
+
+                def share(text: str | None, child: Any = child, victim: int = victim) -> str:
+                    if child and victim == 0:
+                        text = child.stdout.readline().strip()
+                    text = comm.broadcast(text)
+                    if child and victim:
+                        child.stdin.write(f"{text}\n")
+                        child.stdin.flush()
+                    return text
+
+                world = pycoll.join(mine, 3, share)
+                with pytest.raises(pycoll.PeerFailed) as caught:
+                    reduce_for_ever(world)
+                assert caught.value.rank == victim
+                world.close()
+            assert child is None or child.returncode == -signal.SIGALRM
+            del world, caught
+            assert steady.all_reduce(1) == 2  # another world goes on
+            comm.barrier()
+            gc.collect()  # of the traceback
+            after.append(used())
+        most = (after[2][0] + 1, *after[2][1:])  # each rank was the victim once
+        deadline = time.monotonic() + SOON_S
+        while any(now > limit for now, limit in zip(used(), most, strict=True)):
+            assert time.monotonic() < deadline, (after, used())
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+    steady.close()
+    if comm.rank == 0:
+        until_no_helpers(os.environ["PYCOLL_JOB"])
+    comm.barrier()
+
+
+@exhaustive
+@sizes(2)
+def test_worlds_of_which_ranks_die_leave_nothing_in_the_others(ranks: Any) -> None:
+    ranks(joined_with_one_who_dies, 9)
+
+
 def test_after_finalize_worlds_can_be_joined() -> None:
     script = """
 import pycoll
