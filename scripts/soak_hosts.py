@@ -226,6 +226,9 @@ class HostsJob:
         """See that the job does what it must after a blow; returns whether it goes on."""
         living = set(self.where()) - blow.ranks
         left = self.left_after(blow)
+        if not blow.ranks:  # of a host that had none any more
+            self.lost_hosts |= blow.hosts
+            return True
         if self.survives and living:
             self.lost |= blow.ranks
             self.lost_hosts |= blow.hosts
