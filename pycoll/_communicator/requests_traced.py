@@ -14,6 +14,7 @@ from pycoll._requests.core_requests import Both, CorePersistent, CoreRequest
 from pycoll._requests.matched import Message
 from pycoll._requests.request import PersistentRequest, Request
 from pycoll._runtime.envelope import Status
+from pycoll._runtime.task import NOT_THE_PROGRAM
 from pycoll._support.public_edge import edge
 from pycoll._trace.records import FAILED, Recorder
 
@@ -22,9 +23,9 @@ _MOST_PLACES = 1 << 14  # a program that makes code anew all the time is not kep
 
 
 def place_of_caller(recorder: Recorder) -> int:
-    """Return the line of the innermost frame that is not pycoll's, as the number of a string."""
+    """Return the line of the program's innermost frame, as the number of a string."""
     frame: FrameType | None = sys._getframe(3)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("pycoll."):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(NOT_THE_PROGRAM):
         frame = frame.f_back
     if frame is None:
         return 0

@@ -220,15 +220,19 @@ def _ignore(operation: Operation) -> None:
     pass
 
 
+NOT_THE_PROGRAM = ("pycoll.", "torch.")
+"""How the names of modules begin between a program and its call: torch.distributed calls, too."""
+
+
 def caller() -> str:
-    """Return file:line of the innermost frame that is not pycoll's."""
+    """Return file:line of the program's innermost frame."""
     path, line = place_of_call()
     return f"{os.path.basename(path)}:{line}" if line else "?"
 
 
 def place_of_call() -> tuple[str, int]:
-    """Return path and line of the innermost frame that is not pycoll's; "?", 0: there is none."""
+    """Return path and line of the program's innermost frame; "?", 0: there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("pycoll."):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(NOT_THE_PROGRAM):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("?", 0)

@@ -138,7 +138,9 @@ def test_a_deadline_is_that_of_the_group_and_says_who_is_missing(ranks: Any) -> 
 def make_other_calls(comm: Comm) -> None:
     with process_group(comm) as dist:
         group = dist.new_group()
-        with pytest.raises(dist.DistBackendError, match=r"(?s)float32\[1\].*float32\[2\]"):
+        here = r" at test_process_groups.py:\d+\n"
+        both = rf"(?s)float32\[1\], op=sum.*{here}.*float32\[2\], op=sum.*{here}"
+        with pytest.raises(dist.DistBackendError, match=both):
             dist.all_reduce(torch.ones(1 + (comm.rank == 2)), group=group)
         group = dist.new_group()
         x = torch.ones(3, dtype=torch.float64 if comm.rank else torch.float32)

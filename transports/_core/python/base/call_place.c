@@ -10,23 +10,24 @@
 struct known_place {
     PyObject *code;
     int line;
-    bool is_ours; /* in a module of pycoll */
+    bool is_program; /* in no module of pycoll or PyTorch, as in NOT_THE_PROGRAM of task.py */
     size_t nbytes;
     char text[PC_MOST_PLACE_NBYTES];
 };
 
 static struct known_place known_places[64];
 
-static bool is_ours(PyFrameObject *frame) {
+static bool is_program(PyFrameObject *frame) {
     PyObject *globals = PyObject_GetAttrString((PyObject *)frame, "f_globals");
     PyObject *name = globals != NULL ? PyMapping_GetItemString(globals, "__name__") : NULL;
     const char *text =
         name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
-    bool is_ours = text != NULL && strncmp(text, "pycoll.", 7) == 0;
+    bool is_program =
+        text == NULL || (strncmp(text, "pycoll.", 7) != 0 && strncmp(text, "torch.", 6) != 0);
     PyErr_Clear();
     Py_XDECREF(globals);
     Py_XDECREF(name);
-    return is_ours;
+    return is_program;
 }
 
 /* Know the file's name and the line. */
@@ -42,7 +43,7 @@ static void know_place(struct known_place *known, PyFrameObject *frame, PyObject
                                  : "?",
                   line);
     known->nbytes = strlen(known->text);
-    known->is_ours = is_ours(frame);
+    known->is_program = is_program(frame);
     known->line = line;
     known->code = Py_NewRef(code);
     Py_XDECREF(name);
@@ -67,9 +68,9 @@ size_t pc_call_place(char to[PC_MOST_PLACE_NBYTES]) {
         if (known->code != code || known->line != line)
             know_place(known, frame, code, line);
         Py_DECREF(code);
-        PyFrameObject *outer = known->is_ours ? caller_of(frame) : NULL;
+        PyFrameObject *outer = known->is_program ? NULL : caller_of(frame);
         Py_DECREF((PyObject *)frame);
-        if (!known->is_ours) {
+        if (known->is_program) {
             memcpy(to, known->text, known->nbytes);
             return known->nbytes;
         }

@@ -6,7 +6,7 @@
 
 #define PC_MOST_PLACE_NBYTES 256 /* of its text */
 
-/* Write file and line of the innermost frame that is not pycoll's, as `task.caller` does; returns
+/* Write file and line of the program's innermost frame, as `task.caller` does; returns
    the length. */
 size_t pc_call_place(char to[PC_MOST_PLACE_NBYTES]);
 
