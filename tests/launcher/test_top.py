@@ -182,6 +182,17 @@ def test_verbose_says_at_the_end_who_was_waited_for(tmp_path: Path) -> None:
     assert quiet.stderr == b""
 
 
+@pytest.mark.exhaustive
+def test_a_rank_of_another_host_is_named_that_the_others_have_waited_for(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    script = STEPS.replace("while True", "for step in range(60)").replace("sys.argv[1]", '"auto"')
+    script = script.replace("comm.rank == 1", "comm.rank == 2")
+    done = run("-H", "localhost:1,other:2", "--verbose", script=script)
+    assert done.returncode == 0, done.stderr
+    assert "pycoll-run: rank 2 made the others wait: they waited for " in done.stderr
+
+
 def test_who_waits_least_is_the_one_that_the_others_wait_for() -> None:
     assert find({0: 0.5, 1: 0.125, 2: 0.75}) == Straggler(1, 0.125, 0.625)
     assert find({0: 0.6}) is None
