@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, NamedTuple
 
 from pycoll._requests import request as requests
@@ -14,7 +14,7 @@ from pycoll._requests.core_requests import Both, CorePersistent, CoreRequest
 from pycoll._requests.matched import Message
 from pycoll._requests.request import PersistentRequest, Request
 from pycoll._runtime.envelope import Status
-from pycoll._runtime.task import NOT_THE_PROGRAM
+from pycoll._runtime.task import made_elsewhere, users_frame
 from pycoll._support.public_edge import edge
 from pycoll._trace.records import FAILED, Recorder
 
@@ -23,10 +23,10 @@ _MOST_PLACES = 1 << 14  # a program that makes code anew all the time is not kep
 
 
 def place_of_caller(recorder: Recorder) -> int:
-    """Return the line of the program's innermost frame, as the number of a string."""
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(NOT_THE_PROGRAM):
-        frame = frame.f_back
+    """Return where the program made the call (`place_of_call`), as the number of a string."""
+    if (elsewhere := made_elsewhere()) is not None:
+        return recorder.number_of("{}:{}".format(*elsewhere))
+    frame = users_frame(sys._getframe(3))
     if frame is None:
         return 0
     key = frame.f_code, frame.f_lasti

@@ -6,14 +6,16 @@ caller computes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Collection, Generator, Sequence
+import threading
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
 from pycoll._runtime.context import Context
-from pycoll._transports._core import float_control, with_floats
+from pycoll._transports._core import float_control, set_made_at, with_floats
 from pycoll._transports.base import Operation
 
 CallSteps = Generator[Operation, None, Any]
@@ -223,16 +225,49 @@ def _ignore(operation: Operation) -> None:
 NOT_THE_PROGRAM = ("pycoll.", "torch.")
 """How the names of modules begin between a program and its call: torch.distributed calls, too."""
 
+_elsewhere = threading.local()
+
+
+@contextlib.contextmanager
+def made_at(place: tuple[str, int]) -> Iterator[None]:
+    """Have this thread's calls say that they were made there, for the caller they are made for."""
+    _elsewhere.place = place
+    set_made_at(_shown(*place))
+    try:
+        yield
+    finally:
+        _elsewhere.place = None
+        set_made_at("")
+
 
 def caller() -> str:
-    """Return file:line of the program's innermost frame."""
-    path, line = place_of_call()
+    """Return file:line of `place_of_call`."""
+    return _shown(*place_of_call())
+
+
+def _shown(path: str, line: int) -> str:
     return f"{os.path.basename(path)}:{line}" if line else "?"
 
 
 def place_of_call() -> tuple[str, int]:
-    """Return path and line of the program's innermost frame; "?", 0: there is none."""
-    frame: FrameType | None = sys._getframe(1)
+    """Return path and line where a program made the call; "?", 0: nobody knows.
+
+    That is the innermost frame that is neither pycoll's nor PyTorch's, unless `made_at` says so.
+    """
+    if (place := made_elsewhere()) is not None:
+        return place
+    frame = users_frame(sys._getframe(1))
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("?", 0)
+
+
+def made_elsewhere() -> tuple[str, int] | None:
+    """Return where this thread's calls are said to be made (`made_at`); None: nothing is said."""
+    place: tuple[str, int] | None = getattr(_elsewhere, "place", None)
+    return place
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame, from this one on, of the program itself; None: there is none."""
     while frame is not None and frame.f_globals.get("__name__", "").startswith(NOT_THE_PROGRAM):
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("?", 0)
+    return frame

@@ -16,6 +16,7 @@ PyObject *pc_float_control(PyObject *module, PyObject *unused);
 PyObject *pc_set_direct_from(PyObject *module, PyObject *args);
 PyObject *pc_timer_open(PyObject *module, PyObject *unused);
 PyObject *pc_timer_set(PyObject *module, PyObject *args);
+PyObject *pc_set_made_at(PyObject *module, PyObject *text);
 PyObject *pc_kept_calls(PyObject *module, PyObject *args);
 PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pc_wait_any(PyObject *module, PyObject *const *args, Py_ssize_t count);
@@ -116,6 +117,8 @@ static PyMethodDef methods[] = {
     {"timer_set", pc_timer_set, METH_VARARGS,
      "Have a descriptor readable after so many nanoseconds, once; 0: never."},
     {"forget_plans", pc_forget_plans, METH_NOARGS, "Have all plans of collectives made anew."},
+    {"set_made_at", pc_set_made_at, METH_O,
+     "This thread's calls were made there, file:line; \"\": where it makes them."},
     {"kept_calls", (PyCFunction)pc_kept_calls, METH_VARARGS,
      "kept_calls(fd, size): what ranks of a host have called last, by its memory."},
     {"wait_all", (PyCFunction)(void (*)(void))pc_wait_all, METH_FASTCALL,
