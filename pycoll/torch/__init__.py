@@ -11,19 +11,17 @@ from typing import Any
 
 __all__ = ["register"]
 
-_NAME = "pycoll"
-
 
 def register() -> None:
-    """Make the backend known to torch.distributed. The import of this module has done that.
+    """Make the backend known to torch.distributed: so PyTorch does, and the import of this module.
 
-    PyTorch calls it, too, when it looks for backends. A second call does nothing.
+    A second call does nothing.
     """
     from torch import distributed
 
-    if distributed.is_available() and not hasattr(distributed.Backend, _NAME.upper()):
+    if distributed.is_available() and not hasattr(distributed.Backend, "PYCOLL"):
         devices = ["cpu", "cuda"]
-        distributed.Backend.register_backend(_NAME, _make, extended_api=True, devices=devices)
+        distributed.Backend.register_backend("pycoll", _make, extended_api=True, devices=devices)
 
 
 def _make(opts: Any, _: Any) -> Any:

@@ -1,80 +1,71 @@
-"""What a call gives back to torch.distributed: a Work, and a Future where one is asked for.
+"""What a call gives back to torch.distributed, a Work, and the queue in which collectives run.
 
-``Future.set_result`` runs callbacks in the thread that calls it, and a callback may wait for
-another collective: so futures are completed in threads that do nothing else.
-``Future.set_exception`` stores the exception as a value, which C++ takes for tensors: so what is
-given out is a child of the future, which has a real error.
+PyTorch's ``async_op`` is each rank's own choice, so it must make no difference to what is sent:
+every collective is a blocking call of pycoll's. One that its caller waits for runs at once, in the
+caller's thread, if none is before it. The others run in a thread of the group's, in the order in
+which they were made; who waits for one lends a hand.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
 from torch.distributed import DistBackendError, DistNetworkError
 
-from pycoll import Request, Status
+from pycoll._runtime.task import made_at, place_of_call
 from pycoll.errors import BootstrapError, Error, OperationTimeout, PeerFailed, TransportError
-from pycoll.torch._memory import land
-from pycoll.torch._queue import CallQueue
+from pycoll.torch._memory import land, tensors_of
 
-_NO_LIMIT = timedelta(0)  # how PyTorch says that a wait has no deadline of its own
-_handing_out = threading.Lock()  # a future is given out, or the work is done: one comes first
-_landing = threading.Lock()
-# It starts threads as they are needed. Each may wait for the next: a bound would be a deadlock.
+NO_LIMIT = timedelta(0)  # how PyTorch says that something has no deadline of its own
+
+_ending = threading.RLock()  # a work ends, or somebody is to be told of it; one comes first
+# Futures run callbacks in the thread that completes them, and a callback may wait for another
+# collective: so these threads do nothing else, and there may be as many as are needed.
 _threads = ThreadPoolExecutor(10_000, "pycoll.torch")
 
 
-def translated(error: Exception) -> Exception:
-    """Return the error that users of torch.distributed know; pycoll's own is its cause."""
-    if not isinstance(error, Error):
-        return error
-    of_network = isinstance(error, PeerFailed | TransportError | BootstrapError)
-    late = " Timed out :" if isinstance(error, OperationTimeout) else ""
-    kind = DistNetworkError if of_network else DistBackendError
-    made: Exception = kind(f"pycoll:{late} {error}")
-    made.__cause__ = error
-    return made
+class _Translating:
+    """Raises the errors that users of torch.distributed know; pycoll's own is the cause."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Error):
+            of_network = isinstance(error, PeerFailed | TransportError | BootstrapError)
+            late = " Timed out :" if isinstance(error, OperationTimeout) else ""
+            made = DistNetworkError if of_network else DistBackendError
+            raise made(f"pycoll:{late} {error}") from error
 
 
-@contextmanager
-def translating() -> Iterator[None]:
-    """Raise pycoll's errors as `translated` gives them."""
-    try:
-        yield
-    except Error as exc:
-        raise translated(exc) from exc
+translating = _Translating()
 
 
 class GroupWork(Work):
-    """A call that fills `tensors`, the value of its future, and is done.
-
-    C++ calls `wait` and `get_future`, Python all methods.
-    """
+    """A call that has filled tensors, the value of its future. C++ needs `wait`, `get_future`."""
 
     is_done = True
     _error: Exception | None = None
     _future: Any = None  # that is completed
     _given: Any = None  # its child, that is given out
 
-    def __init__(self, tensors: Sequence[Any]) -> None:
+    def __init__(self, filled: Sequence[Any]) -> None:
         super().__init__()
-        self.tensors = tensors
+        self.filled = filled
 
     def wait_until_done(self, seconds: float | None) -> None:
         """Return when it is done, in whatever way; None: however long that takes."""
 
-    def _watch(self) -> None:
-        """See to it that `_finish` is called although nobody waits."""
-
-    def _finish(self, error: Exception | None) -> None:
-        with _handing_out:
+    def finish(self, error: Exception | None) -> None:
+        with _ending:
             self._error, self.is_done = error, True
             has_future = self._future is not None
         if has_future:
@@ -85,29 +76,28 @@ class GroupWork(Work):
 
     def _complete(self) -> None:
         if self._error is None:
-            self._future.set_result(list(self.tensors))
+            self._future.set_result(tensors_of(self.filled))
         else:
             self._future.set_exception(self._error)
 
-    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         if not self.is_done:
-            self.wait_until_done(timeout.total_seconds() if timeout > _NO_LIMIT else None)
+            self.wait_until_done(timeout.total_seconds() if timeout > NO_LIMIT else None)
         if self._error is not None:
             raise self._error
         return True
 
     def get_future(self) -> Any:
-        with _handing_out:
+        with _ending:
             if self._future is not None:
                 return self._given
-            gpus = {tensor.device for tensor in self.tensors if tensor.is_cuda}
+            gpus = {tensor.device for tensor in tensors_of(self.filled) if tensor.is_cuda}
             self._future = torch.futures.Future(devices=[*gpus])
+            # An exception is its value, which C++ takes for tensors; its child has a real error.
             self._given = self._future.then(lambda future: future.value())
             is_done = self.is_done
         if is_done:
             self._complete()  # nobody has it yet: no callback runs here
-        else:
-            self._watch()
         return self._given
 
     def is_completed(self) -> bool:
@@ -121,96 +111,41 @@ class GroupWork(Work):
 
     def result(self) -> list[Any]:
         self.wait()
-        return list(self.tensors)
+        return tensors_of(self.filled)
 
     synchronize = wait  # what it fills is complete then, on a GPU, too
 
-    def source_rank(self) -> int:
-        raise RuntimeError("only a message that is received has a source rank")
-
-    def _source_rank(self) -> int:
-        return self.source_rank()
-
-
-class CallWork(GroupWork):
-    """A collective, which the queue of its group runs: a function of `args`."""
-
-    is_done = False
-    _ended: threading.Event | None = None
-
-    def __init__(
-        self, queue: CallQueue, tensors: Sequence[Any], call: Callable[..., Any], *args: Any
-    ) -> None:
-        super().__init__(tensors)
-        self._queue = queue
-        self._call: tuple[Any, ...] = (call, *args)
-
-    def run(self) -> None:
-        """Do it, in this thread; an error is kept for who waits."""
-        call, *args = self._call
-        self._call = ()  # what it holds is not needed any longer
-        error: Exception | None = DistBackendError("pycoll: this collective was interrupted")
-        try:
-            call(*args)
-            error = None
-        except Exception as exc:
-            error = translated(exc)
-        finally:
-            self._finish(error)
-
-    def _finish(self, error: Exception | None) -> None:
-        super()._finish(error)
-        if self._ended is not None:
-            self._ended.set()
-
-    def wait_until_done(self, seconds: float | None) -> None:
-        if seconds is None:
-            self._queue.help(self)
-        with _handing_out:
-            if self.is_done:
-                return
-            self._ended = self._ended or threading.Event()
-        if not self._ended.wait(seconds):
-            text = f"pycoll: Timed out : waited {seconds:g} s for a collective, which goes on"
-            raise DistBackendError(text)
-
 
 class MessageWork(GroupWork):
-    """A message that is sent or received: a request of pycoll's.
-
-    Args:
-        request: the request.
-        tensor: what it is about.
-        seconds: deadline of a wait that has none of its own.
-        place: of a receive: elements that it fills, for the tensor.
-        status: of a receive.
-    """
+    """A message: a request, which a wait ends so late. A receive fills `place`, for its tensor."""
 
     is_done = False
 
     def __init__(
-        self, request: Request[Any], tensor: Any, seconds: float, place: Any, status: Status | None
+        self, tensors: Any, request: Any, seconds: float, place: Any = None, status: Any = None
     ) -> None:
-        super().__init__([tensor])
-        self._request, self._seconds, self._status = request, seconds, status
-        self._place = place
+        super().__init__(tensors)
+        self._request, self._seconds, self._place, self._status = request, seconds, place, status
 
     def wait_until_done(self, seconds: float | None) -> None:
         error: Exception | None = None
         try:
-            self._request.wait(self._seconds if seconds is None else seconds)
-        except OperationTimeout as exc:
-            raise translated(exc) from exc  # the message may come later
+            with translating:
+                self._request.wait(self._seconds if seconds is None else seconds)
         except Exception as exc:
-            error = translated(exc)
-        with _landing:
+            if isinstance(exc.__cause__, OperationTimeout):
+                raise  # the message may come later
+            error = exc
+        with _ending:
             if not self.is_done:
                 if error is None and self._place is not None:
-                    land(self.tensors[0], self._place)
-                self._finish(error)
+                    land(self.filled[0], self._place)
+                self.finish(error)
 
-    def _watch(self) -> None:
+    def get_future(self) -> Any:
+        future = super().get_future()
         self._request.add_done_callback(lambda _: self.wait_until_done(None))
+        return future
 
     def is_completed(self) -> bool:
         if not self.is_done and self._request.test():
@@ -219,4 +154,127 @@ class MessageWork(GroupWork):
 
     def source_rank(self) -> int:
         self.wait()
-        return super().source_rank() if self._status is None else self._status.source
+        return int(self._status.source if self._status else super().source_rank())
+
+    _source_rank = source_rank
+
+
+class CallWork(GroupWork):
+    """A collective that a queue runs: a function and its arguments."""
+
+    is_done = False
+    _ended: threading.Event | None = None
+
+    def __init__(self, queue: CallQueue, filled: Sequence[Any], *call: Any) -> None:
+        super().__init__(filled)
+        self._queue, self._place = queue, place_of_call()
+        self._call = call
+
+    def run(self) -> None:
+        """Do it, in this thread; an error is kept for who waits."""
+        call, *args = self._call
+        self._call = ()  # what it holds is not needed any longer
+        error: Exception | None = DistBackendError("pycoll: this collective was interrupted")
+        try:
+            with translating, made_at(self._place):
+                call(*args)
+            error = None
+        except Exception as exc:
+            error = exc
+        finally:
+            self.finish(error)
+            if self._ended is not None:
+                self._ended.set()
+
+    def wait_until_done(self, seconds: float | None) -> None:
+        if seconds is None:
+            self._queue.help(self)
+        with _ending:
+            if self.is_done:
+                return
+            self._ended = self._ended or threading.Event()
+        if not self._ended.wait(seconds):
+            text = f"pycoll: Timed out : waited {seconds:g} s for a collective, which goes on"
+            raise DistBackendError(text)
+
+
+class CallQueue:
+    """Runs the calls of a group in order; `name` is that of its thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._waiting: deque[CallWork] = deque()
+        self._turn = threading.Lock()  # of who runs a call
+        self._changing = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._added = 0  # calls so far
+        self._sleeps = False  # the thread, until something is put into `_wakes`
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._has_ended = False
+
+    def begin(self) -> bool:
+        """Whether the caller may make a call itself, at once; then `done` follows."""
+        return not self._waiting and self._turn.acquire(blocking=False)
+
+    def done(self) -> None:
+        """Give the turn to the next call."""
+        self._turn.release()
+        if self._waiting or self._has_ended:
+            self._wake()
+
+    def add(self, work: CallWork) -> None:
+        """Have a call run when those before it are done."""
+        with self._changing:
+            if self._has_ended:
+                raise RuntimeError("this process group was shut down")
+            self._waiting.append(work)
+            self._added += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+        self._wake()
+
+    def help(self, work: CallWork) -> None:
+        """Run calls until this one is done, or another thread runs one."""
+        while not work.is_done and self._turn.acquire(blocking=False):
+            try:
+                self._run_first()
+            finally:
+                self.done()
+
+    def end(self) -> None:
+        """Take no more calls; return when all are done."""
+        with self._changing:
+            self._has_ended = True
+        if self._thread is not None:
+            self._wake()
+            self._thread.join()
+
+    def _run_first(self) -> None:
+        if self._waiting:  # else another thread has run it
+            try:
+                self._waiting[0].run()
+            finally:
+                self._waiting.popleft()
+
+    def _wake(self) -> None:
+        if self._sleeps:
+            self._sleeps = False
+            self._wakes.put(None)
+
+    def _serve(self) -> None:
+        has_run, seen = True, 0
+        while self._waiting or not self._has_ended:
+            if self._waiting and self._turn.acquire(blocking=False):
+                self._run_first()
+                self._turn.release()
+                has_run = True
+            elif not has_run and seen != self._added:
+                seen = self._added  # their callers have run those: it is not woken for each
+                time.sleep(0.0005)
+            else:
+                has_run, self._sleeps = False, True
+                # Who adds a call, or gives the turn back, looks at that afterwards.
+                if self._turn.locked() if self._waiting else not self._has_ended:
+                    self._wakes.get()
+                self._sleeps = False

@@ -27,13 +27,13 @@ from pycoll.errors import BootstrapError, Error
 
 @dataclass
 class SharedWorld:
-    """A world from which communicators of groups are made."""
+    """A world from which communicators of groups are made; so many groups have one."""
 
     rank: int
     size: int
-    comm: pycoll.Communicator | None  # None: the job of pycoll-run, which was not joined yet
+    comm: Any  # None: the job of pycoll-run, which was not joined yet
     is_job: bool = False  # that job is never closed here
-    groups: int = 0  # that have a communicator of it
+    groups: int = 0
 
 
 _worlds: dict[str, SharedWorld] = {}
@@ -43,13 +43,9 @@ _changing = threading.Lock()
 
 
 class GroupSeat:
-    """One rank's communicator in a process group, `comm`; made on all its ranks.
+    """One rank's communicator in a process group, `comm`, called `name`; made on all its ranks.
 
-    Args:
-        store: of the group alone.
-        rank, size: this rank in the group, and how many there are.
-        seconds: for all to come; else BootstrapError.
-        name: what messages call the group.
+    They meet by a store of their own, within so many seconds; else it is a BootstrapError.
     """
 
     def __init__(self, store: Any, rank: int, size: int, seconds: float, name: str) -> None:
@@ -57,10 +53,7 @@ class GroupSeat:
         self._deadline = time.monotonic() + seconds
         plan = self._plan()
         self._world = self._enter(plan["world"], plan["is_new"])
-        assert self._world.comm is not None
-        made = self._world.comm.sub(plan["ranks"], plan["key"], name=name)
-        assert made is not None
-        self.comm = made
+        self.comm = self._world.comm.sub(plan["ranks"], plan["key"], name=name)
 
     def leave(self) -> None:
         """Close the communicator; its world stays, for groups to come."""
@@ -68,7 +61,7 @@ class GroupSeat:
             self._world.groups -= 1
         self.comm.close()
 
-    def _plan(self) -> dict[str, Any]:
+    def _plan(self) -> Any:
         """Return what rank 0 has chosen: a world, the group's ranks in it, the communicator's key.
 
         A world is one that all have joined, or, all being here, can join now.
@@ -83,28 +76,24 @@ class GroupSeat:
         if self._rank == 0:
             chosen = _choose([json.loads(self._get(f"worlds/{r}")) for r in range(self._size)])
             self._store.set("plan", json.dumps(chosen))
-        plan: dict[str, Any] = json.loads(self._get("plan"))
-        return plan
+        return json.loads(self._get("plan"))
 
     def _enter(self, name: str, is_new: bool) -> SharedWorld:
         """Return the world of that name; join it, if this process has not."""
         if is_new:
             made = pycoll.join(self._rank, self._size, self._share, timeout=self._left())
             with _changing:
-                unused = [n for n, w in _worlds.items() if not w.groups and not w.is_job]
-                given_up = [_worlds.pop(n).comm for n in unused]
+                for unused in [n for n, w in _worlds.items() if not w.groups and not w.is_job]:
+                    if comm := _worlds.pop(unused).comm:
+                        comm.close()
                 _worlds[name] = SharedWorld(self._rank, self._size, made)
-            for comm in given_up:
-                if comm is not None:
-                    comm.close()
         with _changing:
             world = _worlds[name]
             world.groups += 1
-        if world.comm is None:
-            world.comm = pycoll.init()
+        world.comm = world.comm or pycoll.init()
         return world
 
-    def _share(self, text: str | None) -> bytes:
+    def _share(self, text: str | None) -> Any:
         if text is not None:
             self._store.set("ticket", text)
         return self._get("ticket")
@@ -112,16 +101,15 @@ class GroupSeat:
     def _left(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
 
-    def _get(self, key: str) -> bytes:
+    def _get(self, key: str) -> Any:
         """Wait for what a rank has put into the store."""
         try:
             self._store.wait([key], timedelta(seconds=self._left()))
-            text: bytes = self._store.get(key)
+            return self._store.get(key)
         except RuntimeError as exc:
             late = [r for r in range(self._size) if not self._store.check([f"worlds/{r}"])]
             here = f"ranks {late} of {self._size} have not come" if late else "rank 0 has failed"
             raise BootstrapError(f"{self._name} could not meet: {here} ({exc})") from exc
-        return text
 
 
 def _choose(known: list[dict[str, Any]]) -> dict[str, Any]:
@@ -132,28 +120,20 @@ def _choose(known: list[dict[str, Any]]) -> dict[str, Any]:
             ranks, sizes, joined = zip(*(of_one[name] for of_one in known), strict=True)
             if all(joined) or sizes[0] == size:
                 return {"world": name, "is_new": False, "ranks": ranks, "key": key}
-    name = secrets.token_hex(8)
-    return {"world": name, "is_new": True, "ranks": [*range(size)], "key": key}
+    return {"world": secrets.token_hex(8), "is_new": True, "ranks": [*range(size)], "key": key}
 
 
 def _known() -> dict[str, tuple[int, int, bool]]:
     """The worlds of this process by name: its rank, their size, whether it has joined."""
     with _changing:
-        _note_job()
-        known = [(name, world) for name, world in _worlds.items() if _is_open(world.comm)]
-        return {name: (of.rank, of.size, of.comm is not None) for name, of in known}
-
-
-def _is_open(comm: pycoll.Communicator | None) -> bool:
-    with contextlib.suppress(Error):  # the program has left it, or this process was forked
-        return comm is None or comm.counters() is not None
-    return False
-
-
-def _note_job() -> None:
-    """Know the job of pycoll-run, if this process is a rank of it, and not the child of one."""
-    environ = os.environ
-    is_child = multiprocessing.parent_process() or "TORCHELASTIC_RUN_ID" in environ
-    if "PYCOLL_JOB" in environ and not is_child:
-        rank, size = int(environ["PYCOLL_RANK"]), int(environ["PYCOLL_SIZE"])
-        _worlds.setdefault(environ["PYCOLL_JOB"], SharedWorld(rank, size, None, is_job=True))
+        environ = os.environ
+        is_child = multiprocessing.parent_process() or "TORCHELASTIC_RUN_ID" in environ
+        if "PYCOLL_JOB" in environ and not is_child:  # it is a rank of pycoll-run
+            rank, size = int(environ["PYCOLL_RANK"]), int(environ["PYCOLL_SIZE"])
+            _worlds.setdefault(environ["PYCOLL_JOB"], SharedWorld(rank, size, None, is_job=True))
+        known = {}
+        for name, world in _worlds.items():
+            with contextlib.suppress(Error):  # the program has left it, or this process was forked
+                is_joined = world.comm is not None and world.comm.counters() is not None
+                known[name] = (world.rank, world.size, is_joined)
+        return known

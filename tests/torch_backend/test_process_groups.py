@@ -137,11 +137,12 @@ def test_a_deadline_is_that_of_the_group_and_says_who_is_missing(ranks: Any) -> 
 
 def make_other_calls(comm: Comm) -> None:
     with process_group(comm) as dist:
-        group = dist.new_group()
-        here = r" at test_process_groups.py:\d+\n"
+        x, here = torch.ones(1 + (comm.rank == 2)), r" at test_process_groups.py:\d+\n"
         both = rf"(?s)float32\[1\], op=sum.*{here}.*float32\[2\], op=sum.*{here}"
         with pytest.raises(dist.DistBackendError, match=both):
-            dist.all_reduce(torch.ones(1 + (comm.rank == 2)), group=group)
+            dist.all_reduce(x, group=dist.new_group())
+        with pytest.raises(dist.DistBackendError, match=both):  # though a thread makes it
+            dist.all_reduce(x, group=dist.new_group(), async_op=True).wait(timedelta(seconds=60))
         group = dist.new_group()
         x = torch.ones(3, dtype=torch.float64 if comm.rank else torch.float32)
         work = dist.broadcast(x, src=1, group=group, async_op=True)

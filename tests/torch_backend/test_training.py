@@ -82,6 +82,28 @@ def with_lossy_hooks(dist: Dist, rank: int, size: int) -> None:
             torch.testing.assert_close(value, expected[name], rtol=0.1, atol=0.02)
 
 
+def with_gradients_that_travel_meanwhile(dist: Dist, rank: int, size: int) -> None:
+    """The first gradients arrive while backward() has the last still to compute."""
+    futures: list[Any] = []
+    arrived: list[Any] = []
+
+    def hook(_: None, bucket: Any) -> Any:
+        futures.append(dist.all_reduce(bucket.buffer(), async_op=True).get_future())
+        return futures[-1].then(lambda done: done.value()[0].div_(size))
+
+    def wait(grad: Any) -> None:
+        if futures:  # the first step has one bucket
+            arrived.append(futures[-1].wait())
+
+    model = ddp(training.network(), bucket_cap_mb=0.0005)
+    hook.__annotations__.clear()  # PyTorch wants its own classes there
+    model.register_comm_hook(None, hook)
+    model.module.first.register_forward_hook(lambda layer, x, y: y.register_hook(wait) and None)
+    training.train(model, lambda step: training.own(step, rank, size))
+    assert len(arrived) == training.STEPS - 1
+    training.check(model, training.alone(size))
+
+
 def without_sync(dist: Dist, rank: int, size: int) -> None:
     model = ddp(training.network())
     optimizer = training.sgd(model.parameters())
@@ -231,6 +253,7 @@ def with_tensor_parallelism(dist: Dist, rank: int, size: int) -> None:
 
 def with_checkpoints(dist: Dist, rank: int, size: int) -> None:
     from torch.distributed import checkpoint
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     names = [tempfile.mkdtemp() if rank == 0 else ""]
@@ -246,6 +269,15 @@ def with_checkpoints(dist: Dist, rank: int, size: int) -> None:
     checkpoint.load(state, checkpoint_id=names[0])
     whole = {name: value.full_tensor() for name, value in state["model"].items()}
     training.check(whole, expected)
+    # The same on one rank less.
+    fewer = DeviceMesh("cpu", list(range(size - 1)))
+    if rank < size - 1:
+        other = training.network()
+        fully_shard(other, mesh=fewer)
+        state = {"model": other.state_dict()}
+        checkpoint.load(state, checkpoint_id=names[0], process_group=fewer.get_group())
+        whole = {name: value.full_tensor() for name, value in state["model"].items()}
+        training.check(whole, expected)
     dist.barrier()
     if rank == 0:
         for file in sorted(Path(names[0]).rglob("*"), reverse=True):
@@ -276,6 +308,28 @@ def with_a_pipeline(dist: Dist, rank: int, size: int, schedule: str) -> None:
         torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-4, atol=1e-6)
 
 
+def with_an_interleaved_pipeline(dist: Dist, rank: int, size: int) -> None:
+    """Each rank has two stages, as far from each other as there are ranks."""
+    from torch.distributed import pipelining
+
+    def stages() -> list[Any]:
+        torch.manual_seed(11)
+        return [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2 * size)]
+
+    device, loss, mine = torch.device("cpu"), nn.functional.mse_loss, (rank, rank + size)
+    models = stages()
+    parts = [pipelining.PipelineStage(models[i], i, 2 * size, device) for i in mine]
+    run = pipelining.ScheduleInterleaved1F1B(parts, n_microbatches=2 * size, loss_fn=loss)
+    torch.manual_seed(12)
+    x, target = torch.randn(4 * size, 8), torch.randn(4 * size, 8)
+    run.step(*([x] if rank == 0 else []), **({"target": target} if rank == size - 1 else {}))
+    whole = stages()
+    loss(nn.Sequential(*whole)(x), target).backward()
+    for part, i in zip(parts, mine, strict=True):
+        for own, expected in zip(part.submod.parameters(), whole[i].parameters(), strict=True):
+            torch.testing.assert_close(own.grad, expected.grad, rtol=1e-4, atol=1e-6)
+
+
 CHECKS: dict[str, Callable[[Dist, int, int], None]] = {
     "ddp": with_ddp,
     "bucket views": partial(with_ddp, gradient_as_bucket_view=True),
@@ -285,6 +339,7 @@ CHECKS: dict[str, Callable[[Dist, int, int], None]] = {
     "all_reduce hook": partial(with_ddp, hook=all_reduce_hook),
     "built-in hook": partial(with_ddp, hook=builtin_hook),
     "lossy hooks": with_lossy_hooks,
+    "overlap": with_gradients_that_travel_meanwhile,
     "no_sync": without_sync,
     "join": with_join,
     "batch norm": with_batch_norm,
@@ -299,6 +354,7 @@ CHECKS: dict[str, Callable[[Dist, int, int], None]] = {
     "checkpoints": with_checkpoints,
     "gpipe": partial(with_a_pipeline, schedule="ScheduleGPipe"),
     "1f1b": partial(with_a_pipeline, schedule="Schedule1F1B"),
+    "interleaved": with_an_interleaved_pipeline,
 }
 
 
