@@ -82,12 +82,13 @@ class Inspection:
         self._recorder = CallRecorder(self._options.log_dir, why, self.hosts.say)
         self._recorder.ask({rank: self.hosts.of(rank) for rank in self._ranks()})
 
-    def finish_calls(self) -> str:
-        """Write what has come until now, if not all has; returns where ranks first differ.
+    def finish_calls(self, why: str) -> str:
+        """Write what has come until now, if not all has; returns where ranks first differed then.
 
-        "" if that is not known.
+        "" if that is not known, or of another moment than `why` says.
         """
-        return self._recorder.finish() if self._recorder is not None else ""
+        difference = self._recorder.finish() if self._recorder is not None else ""
+        return difference if self._recorder is not None and self._recorder.why == why else ""
 
     def tell_stragglers(self, ranks: Sequence[RankState], now: float) -> None:
         """Say at the end of a job which rank the others have waited for."""

@@ -16,12 +16,12 @@ class CallRecorder:
 
     Args:
         folder: gets calls.txt when all hosts have answered; None: it is not written.
-        why: what has happened.
+        why: what has happened; also an attribute.
         say: hears why it cannot be written.
     """
 
     def __init__(self, folder: str | None, why: str, say: Callable[[str], None]) -> None:
-        self._folder, self._why, self._say = folder, why, say
+        self._folder, self.why, self._say = folder, why, say
         self._awaited: dict[Host, list[int]] = {}
         self._found: list[HostCalls] = []
         self._is_finished = False
@@ -43,7 +43,7 @@ class CallRecorder:
             lost = f"nothing is known of {ranks_text(missing)}: the host has not answered"
             if self._folder is not None:
                 lost = lost if missing else ""
-                if error := calls_report.write(self._folder, calls, self._why, lost):
+                if error := calls_report.write(self._folder, calls, self.why, lost):
                     self._say(error)
             self._difference = calls_report.difference(calls)
         return self._difference

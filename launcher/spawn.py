@@ -101,7 +101,6 @@ class Job(RankEnds):
         self._decision: Decision | None = None
         self._record: Callable[[str], object] = lambda text: None  # to the launcher's log
         self._late_at = _NEVER  # when the whole job has taken too long
-        self._first_difference = ""  # among the calls of ranks, as text
         self._over_at: float | None = None  # when the job is left, all ranks having ended
 
     def run(self) -> Outcome:
@@ -156,7 +155,7 @@ class Job(RankEnds):
         self._hosts.sweep(self._hear)
         if self._options.trace_records and self._hosts.have_started:
             self.traces = self._hosts.traces(self._ranks)
-        self._first_difference = self._inspection.finish_calls()
+        self._inspection.finish_calls("")
         self._inspection.tell_stragglers(self._ranks, time.monotonic() - LINGER_S)
         self._relay.finish()
         self._flush()
@@ -408,7 +407,8 @@ class Job(RankEnds):
         )
         cause = None if outcome.culprit is None else self._ranks[outcome.culprit]
         if cause is not None and cause.raised is None and cause.abort_code is None:
-            report = "\n".join(filter(None, [outcome.report, self._first_difference]))
+            difference = self._inspection.finish_calls(f"rank {cause.rank} had failed")
+            report = "\n".join(filter(None, [outcome.report, difference]))
             outcome = outcome._replace(report=report)
         if outcome.status == 0 and not outcome.report:
             outcome = outcome._replace(report=unconnected(self._ranks, self._argv[0]))
