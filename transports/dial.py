@@ -16,6 +16,7 @@ import errno
 import os
 import select
 import socket
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -48,10 +49,15 @@ SILENT = 64
 PAUSE_NS, LONGEST_PAUSE_NS = 2_000_000, 128_000_000
 """How long a rank waits before it dials again: the first time; then twice as long, and so on."""
 
+UNREACHED_S = 12.0
+"""How long a rank is dialed whose host no packet reaches. A cable may be out; one that stays out is
+a lost host, which pycoll-run names after 8 s."""
+
 NOT_SENT = 512 * 1024
 """Bytes that the kernel takes beyond what is under way: more would delay what comes next."""
 
 _ACCEPTED_AT_ONCE = 64
+_UNREACHED = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT)
 
 
 class PeerLane(NamedTuple):
@@ -130,6 +136,7 @@ class Dialer:
         self._dials: dict[int, _Dial] = {}
         self._callers: dict[int, _Caller] = {}  # oldest first
         self._dialing: dict[PeerLane, tuple[str, int]] = {}  # where, and how often it was tried
+        self._give_up_at: dict[PeerLane, float] = {}  # of those that were not reached
         self._linked: set[PeerLane] = set()
         self._waits: set[PeerLane] = set()  # the other rank's connection will come
         self._gone: set[int] = set()
@@ -247,6 +254,7 @@ class Dialer:
         self._poller.unregister(descriptor)
         self._linked.add(link)
         self._waits.discard(link)
+        self._give_up_at.pop(link, None)
         self._set_up(one.connection)
         self._on_link(link, one.connection, isinstance(one, _Dial))
 
@@ -324,6 +332,8 @@ class Dialer:
         cut = dial.connected and status in (errno.ECONNRESET, errno.EPIPE)
         if cut and tries < TRIES:
             self._dial_later(link)
+        elif status in _UNREACHED and self._may_come_back(link):
+            self._dial_later(link)
         elif cut:
             why = f"it closed the connection {tries} times before it was made"
             self._fail(link, f"{why} (is it of another job?)")
@@ -331,6 +341,10 @@ class Dialer:
             self._fail(link, "it does not answer (connection refused)")
         else:
             self._fail(link, f"it cannot be reached ({os.strerror(status)})")
+
+    def _may_come_back(self, link: PeerLane) -> bool:
+        now = time.monotonic()
+        return now < self._give_up_at.setdefault(link, now + UNREACHED_S)
 
     def _fail(self, link: PeerLane, why: str) -> None:
         self._dialing.pop(link, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -279,6 +280,33 @@ def test_a_cable_that_is_out_for_3_s_does_no_harm(hosts: Bed, script: Callable[[
         assert "lost" not in running.said
         hosts.signal("hosta", signal.SIGINT, "pycoll._launcher -H")
         assert running.end(10.0) == 130
+
+
+def test_a_message_to_a_host_whose_cable_is_out_for_5_s_arrives(
+    hosts: Bed, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "now")
+    text = """
+import sys
+import pycoll
+
+comm = pycoll.init()
+if comm.rank == 0:
+    print("ready", flush=True)
+    open(sys.argv[1]).read()
+    comm.ssend("here I am", 1)  # the first message: the ranks have no connection yet
+else:
+    print("heard", comm.recv(0), flush=True)
+"""
+    words = ("-H", "hosta:1,hostb:1", script(text), str(tmp_path / "now"))
+    with job(hosts, *words, ready=1) as running:
+        hosts.cut("hostb")
+        hosts.run("hosta", "ip", "neigh", "flush", "all")  # so the kernel asks for it, for 3 s
+        (tmp_path / "now").write_text("send")
+        time.sleep(5.0)  # the length of the cut is what is tested
+        hosts.heal("hostb")
+        running.until("heard here I am", NAMED_S)
+        assert running.end(10.0) == 0, running.said
 
 
 def test_a_cable_that_stays_out_is_a_lost_host_on_both_sides(
