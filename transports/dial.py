@@ -330,9 +330,8 @@ class Dialer:
             return
         _, tries = self._dialing[link]
         cut = dial.connected and status in (errno.ECONNRESET, errno.EPIPE)
-        if cut and tries < TRIES:
-            self._dial_later(link)
-        elif status in _UNREACHED and self._may_come_back(link):
+        may_come_back = status in _UNREACHED and self._may_come_back(link)
+        if may_come_back or (cut and tries < TRIES):
             self._dial_later(link)
         elif cut:
             why = f"it closed the connection {tries} times before it was made"

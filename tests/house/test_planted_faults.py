@@ -28,7 +28,7 @@ def functions_of(file: str) -> set[str]:
 def what_is_wrong_with(fault: dict[str, Any]) -> str:
     if fault.keys() != {"what", "file", "right", "wrong", "test", "tier"}:
         return f"has {', '.join(fault)}"
-    if fault["tier"] not in ("default", "exhaustive", "gpu", "rdma", "parallel", "torch"):
+    if fault["tier"] not in ("default", "exhaustive", "gpu", "rdma", "parallel", "torch", "hosts"):
         return f"has the tier {fault['tier']}"
     text = text_of(fault["file"])
     planted = text.replace(fault["right"], fault["wrong"])
