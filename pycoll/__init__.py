@@ -154,7 +154,8 @@ if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
                 raise
             from pycoll._transports.shm import missing_core
 
-            raise BootstrapError(missing_core()) from None
+            other = f"the compiled core is of another version of pycoll ({exc}): install it again"
+            raise BootstrapError(missing_core() or other) from None
         if hasattr(value, "__code__"):  # a function; classes see to it themselves
             value.__module__ = __name__
         globals()[name] = value

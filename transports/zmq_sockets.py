@@ -158,7 +158,7 @@ class Sockets:
                 return
             reason = {
                 zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this rank's token",
-                zmq.EVENT_CLOSED: "it does not answer (connection refused)",
+                zmq.EVENT_CLOSED: "it does not answer",
             }.get(zmq.Event(event["event"]), "its link was closed")
             yield event["endpoint"].decode(), reason
 

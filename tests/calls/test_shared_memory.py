@@ -97,6 +97,22 @@ def test_without_the_compiled_core_there_is_no_job(job: Any, tmp_path: Path) -> 
         assert "BootstrapError: the compiled core is missing: " in done.stderr
 
 
+def test_a_compiled_core_of_another_version_is_said_to_be_that() -> None:
+    text = """
+import sys, types
+from pycoll._transports import _core
+older = types.ModuleType(_core.__name__)
+older.MessageEngine = _core.MessageEngine
+sys.modules[_core.__name__] = older
+import pycoll
+pycoll.init()
+"""
+    command = [sys.executable, "-c", text]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "BootstrapError: the compiled core is of another version of pycoll (" in done.stderr
+
+
 def test_ranks_of_several_hosts_do_without_it_but_the_parts_of_a_host_take_it(job: Any) -> None:
     text = """
 assert shm is None
