@@ -345,7 +345,7 @@ driver.cuInit(0)
 print(int(driver.cuMemAlloc(1)[0]), fake_cuda.stats()["calls_without_context"])
 context = driver.cuDevicePrimaryCtxRetain(0)[1]
 driver.cuCtxSetCurrent(context)
-print(int(driver.cuMemAlloc(1)[0]))
+print(int(driver.cuMemAlloc(1)[0]), flush=True)  # or the child says it, too
 if os.fork() == 0:
     print(int(driver.cuInit(0)[0]), int(driver.cuMemAlloc(1)[0]), flush=True)
     os._exit(0)
