@@ -79,14 +79,14 @@ if what == "right":
     for array, *where in found:
         assert array.flags.writeable and array[0] == 10
         print(*where)
-    print(len(run(oracle, 2, np.ones(3), timeout=60)), "on one")
+    print(len(run(oracle, 2, np.ones(3), timeout=60)), "on one", flush=True)
 elif what == "wrong":
     shown(fail, 4, per_node=2)
     shown(die, 4, per_node=2)
     shown(hang, 4, per_node=2, timeout=4)
     shown(hang, 100)
     shown(hang, 6, per_node=3)
-    print(run(lambda comm: comm.size, 3), "after all that")
+    print(run(lambda comm: comm.size, 3), "after all that", flush=True)
 else:
     shown(hang, 4, per_node=2)
 os._exit(0)  # Ray and Dask say good-bye for long
