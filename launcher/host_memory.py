@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from pycoll._support.environment import HostPlacement
+from pycoll._transports.shm import NOTES_NBYTES
 
 if TYPE_CHECKING:
     from pycoll._launcher.kept_calls import HostCalls
@@ -37,8 +38,6 @@ _SEQUENCE = struct.Struct("@I")
 _SEQUENCE_OFFSET = _PAGE + 508
 _TALLY = struct.Struct("@QQQQQ")
 _TALLY_OFFSET = _PAGE + 128
-NOTES_NBYTES = 300 << 10
-"""What a rank notes of its calls: as in transports/_core/host/noted.h."""
 _LINE_OFFSET, _LINE_NBYTES = _PAGE + 512, 500
 _TRIES = 100  # to read a line that is being written; the writer may have died in the middle
 

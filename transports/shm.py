@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pycoll._transports._core import MappedHost
 
-_PAGE, _RECORD_NBYTES, _NOTES_NBYTES = 4096, 1024, 300 << 10  # of _core/host/host.h
+_PAGE, _RECORD_NBYTES = 4096, 1024  # of _core/host/host.h
+NOTES_NBYTES = 300 << 10
+"""What a rank notes of its calls: as in transports/_core/host/noted.h."""
 _TALLY_OFFSET = 128  # in a record
 
 
@@ -103,7 +105,7 @@ def tally_place(variable: str, local_rank: int, local_size: int) -> tuple[int, i
     return (
         handed.descriptor,
         _PAGE + local_rank * _RECORD_NBYTES + _TALLY_OFFSET,
-        notes + local_rank * _NOTES_NBYTES,
+        notes + local_rank * NOTES_NBYTES,
     )
 
 

@@ -11,8 +11,8 @@ import pytest
 from launcher_jobs import run as run_here
 
 from pycoll._launcher.calls_report import difference, lines
-from pycoll._launcher.host_memory import NOTES_NBYTES
 from pycoll._launcher.kept_calls import HostCalls, merged
+from pycoll._transports.shm import NOTES_NBYTES
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

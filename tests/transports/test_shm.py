@@ -23,7 +23,7 @@ from transport_world import Node, World
 from pycoll._transports._core import MappedHost, Parker
 from pycoll._transports.base import CREDIT, EAGER_LIMIT, Withdrawn
 from pycoll._transports.core import CoreTransport, LinkMemory
-from pycoll._transports.shm import _NOTES_NBYTES, open_host
+from pycoll._transports.shm import NOTES_NBYTES, open_host
 from pycoll.errors import PeerFailed, TransportError
 
 LARGE = 5 * 2**20 + 12345
@@ -162,7 +162,7 @@ def test_what_makes_no_sense_is_a_lost_link_and_no_crash() -> None:
         for nbytes in (8, 3000, 70_000):
             world.send(0, 1, b"header", bytes(nbytes))
         # Rank 0's ring to rank 1 lies behind the records, the notes of both and its own ring.
-        ring = 8192 + 2 * _NOTES_NBYTES + 256 * 1024
+        ring = 8192 + 2 * NOTES_NBYTES + 256 * 1024
         items = os.pread(world.descriptors[0], 512, ring + 64)
         broken = bytearray(items)
         # Not the word that publishes the item: without it there is none.
