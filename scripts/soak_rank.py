@@ -14,9 +14,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from programs_steps import OP_TIMEOUT_S, Rank
+from programs_steps import OP_TIMEOUT_S, Rank, Step
 from programs_writer import Writer
 
 import pycoll
@@ -47,6 +48,26 @@ def take_place(folder: str) -> None:
         raise
 
 
+def run(rank: Rank, program: Sequence[Step], survives: bool) -> None:
+    """Run a program; if it fails, have all know who are in a call with this rank."""
+    try:
+        rank.run(program)
+    except (pycoll.PeerFailed, pycoll.Revoked):
+        if survives:  # a communicator without the rank that was lost waits for this one
+            for comm in rank.comms.values():
+                comm.revoke()
+        raise
+
+
+def failure_of(comm: pycoll.Communicator) -> pycoll.PeerFailed:
+    """Return how a rank of a communicator has failed of which one has."""
+    try:
+        comm.barrier()
+    except pycoll.PeerFailed as error:
+        return error
+    raise AssertionError(f"no rank of {comm} has failed")
+
+
 def work(comm: pycoll.Communicator, seed: int, survives: bool, asked: list[int]) -> None:
     """Run programs until this is asked to end, on all ranks or on those that are left."""
     number = 0
@@ -59,14 +80,15 @@ def work(comm: pycoll.Communicator, seed: int, survives: bool, asked: list[int])
                 else:
                     program = Writer((seed, number), comm.size, 1, False, WITHOUT).write(STEPS)
                     with comm.dup() as world:
-                        Rank(world, (seed, number), 0).run(program)
+                        run(Rank(world, (seed, number), 0), program, survives)
                 number += 1
                 say("done", number=number)
             is_finished = True
-        except pycoll.PeerFailed as error:
+        except (pycoll.PeerFailed, pycoll.Revoked) as error:
             if not survives:
                 raise
-            say("lost", of=error.rank, reason=error.reason)
+            failed = failure_of(comm) if isinstance(error, pycoll.Revoked) else error
+            say("lost", of=failed.rank, reason=failed.reason)
             is_finished = False
         if comm.agree(is_finished):
             return
