@@ -1,7 +1,7 @@
 """`pycoll tune`: measures every algorithm on this machine, and writes the table of costs.
 
-For each transport and number of ranks it runs jobs that time every algorithm of a collective in all
-sizes, in turn. From the medians follow the constants of each kind of link, by least squares, and
+For each transport and number of ranks a job times every algorithm of every collective in all sizes,
+in turn. From the medians follow the constants of each kind of link, by least squares, and
 for each algorithm the factors between what was measured and what they say. Then it times the
 algorithms that gain by it in as many segments as the new table gives them, and adds their factors.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import os
 import signal
 import statistics
@@ -138,26 +139,26 @@ class Tuning(NamedTuple):
         Args:
             cut: None: each chunk in one message. A table: what gains by segments, in as many as
                 the formula of this table gives it.
-            show: called with a line of text before each job.
+            show: called with a line of text before each collective is timed.
         """
-        cases = [
-            (transport, size, collective)
-            for transport in self.transports
-            for size in self.ranks
-            for collective in TABLE
-        ]
-        jobs = {case: list(self._samples(*case, cut)) for case in cases}
-        jobs = {case: samples for case, samples in jobs.items() if samples}
+        jobs: dict[tuple[str, int], list[list[CallSample]]] = {}
+        for transport, size in itertools.product(self.transports, self.ranks):
+            found = (list(self._samples(transport, size, each, cut)) for each in TABLE)
+            if alike := [samples for samples in found if samples]:
+                jobs[transport, size] = alike
+        count, done = self.rounds * sum(map(len, jobs.values())), 0
         seconds: dict[CallSample, list[float]] = {}
-        for number in range(self.rounds):
-            for index, ((transport, size, collective), samples) in enumerate(jobs.items()):
-                done = number * len(jobs) + index
-                show(
-                    f"[{done + 1}/{self.rounds * len(jobs)}] {collective}, {size} ranks, "
-                    f"{transport}{', in segments' if cut else ''}"
-                )
-                for sample, calls in zip(samples, _time(transport, size, samples), strict=True):
-                    seconds.setdefault(sample, []).extend(calls)
+        for _ in range(self.rounds):
+            for (transport, size), alike in jobs.items():
+                with pycoll.Pool(size, transport=transport, timeout=JOB_TIMEOUT_S) as pool:
+                    for samples in alike:
+                        done += 1
+                        show(
+                            f"[{done}/{count}] {samples[0].collective}, {size} ranks, "
+                            f"{transport}{', in segments' if cut else ''}"
+                        )
+                        for sample, calls in zip(samples, _time(pool, samples), strict=True):
+                            seconds.setdefault(sample, []).extend(calls)
         return [s._replace(seconds=statistics.median(calls)) for s, calls in seconds.items()]
 
     def _samples(
@@ -208,17 +209,15 @@ def count_lanes(rounds: int, show: Callable[[str], None]) -> int:
     return best if least[best] < (1 - LANES_MUST_GAIN) * least[1] else 1
 
 
-def _time(transport: str, size: int, samples: Sequence[CallSample]) -> list[list[float]]:
-    """Run a job; return for each sample the seconds of each of its calls."""
+def _time(pool: pycoll.Pool, samples: Sequence[CallSample]) -> list[list[float]]:
+    """Time one collective; return for each sample the seconds of each of its calls."""
     lengths = sorted({sample.nbytes for sample in samples})
     by_length = [[sample for sample in samples if sample.nbytes == n] for n in lengths]
     comparisons = [
         Comparison(alike[0].collective, alike[0].nbytes, tuple(sample.variant for sample in alike))
         for alike in by_length
     ]
-    found = pycoll.run(
-        tune_worker.measure, size, comparisons, timeout=JOB_TIMEOUT_S, transport=transport
-    )[0]
+    found = pool.run(tune_worker.measure, comparisons)[0]
     seconds = {
         sample: calls
         for alike, variants in zip(by_length, found, strict=True)
