@@ -7,7 +7,6 @@ need. It must not be guessed from what others can read, such as a job's id, name
 from __future__ import annotations
 
 import contextlib
-import hmac
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
@@ -209,6 +208,8 @@ def _agreed_meeting(environ: Mapping[str, str], launched: Launched) -> tuple[str
     Raises:
         BootstrapError: the launcher has not said on which host rank 0 is.
     """
+    import hmac  # not sooner: it brings OpenSSL
+
     key = read_key(environ["PYCOLL_KEY"])
     if launched.who == "srun" and "SLURM_STEP_NODELIST" in environ:
         host = expand(environ["SLURM_STEP_NODELIST"])[0]

@@ -150,6 +150,25 @@ def test_a_mismatch_in_the_last_call_is_raised(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_debugger_says_that_a_rank_has_no_terminal_and_nobody_else_imports_one() -> None:
+    def stop(comm: Any) -> tuple[bool, list[str]]:
+        imported_before = "pdb" in sys.modules
+        import pdb
+
+        said = []
+        for call in (breakpoint, pdb.set_trace):
+            try:
+                call()
+            except RuntimeError as exc:
+                said.append(str(exc))
+        return imported_before, said
+
+    ((imported_before, said),) = pycoll.run(stop, 1)
+    assert not imported_before
+    assert len(said) == 2
+    assert all(text.startswith("a debugger on rank 0: a rank has no terminal.") for text in said)
+
+
 def test_a_ranks_exception_shows_no_frame_of_pycoll() -> None:
     with pytest.raises(KeyError) as caught:
         pycoll.run(raise_on(1, KeyError("gone")), 2)
