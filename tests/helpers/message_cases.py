@@ -31,4 +31,6 @@ def numbered(i: int, nbytes: int) -> Any:
 
 
 def check(got: Any, i: int, nbytes: int) -> None:
-    np.testing.assert_array_equal(got, numbered(i, nbytes), strict=True)
+    # np.testing.assert_array_equal takes a hundred times as long.
+    assert (type(got), got.dtype, got.shape) == (np.ndarray, np.uint8, (nbytes,))
+    assert (got == i % 251).all(), f"not message {i}: {got}"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import re
-import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("pycoll", "transports", "launcher")
 OF_OTHERS = {"CU_POINTER_ATTRIBUTE_BUFFER_ID", "__builtin_cpu_supports", "docker0"}
 """Names of CUDA, compilers and networks that are only spoken of."""
+
+SAID = r'"""[\s\S]*?"""|#[^\n]*'
+TEXT = r'"(?:\\.|[^"\\\n])*"' r"|'(?:\\.|[^'\\\n])*'"
+IN_PYTHON = re.compile(f"({SAID})|{TEXT}")
+"""A docstring or comment; or a text, in which # begins none."""
 
 IN_C = re.compile(r"/\*.*?\*/", re.DOTALL)
 WORD = re.compile(r"\w+")
@@ -19,13 +22,15 @@ POINTER = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)(?:\(\))?`(?!`)")
 
 def of_python(text: str) -> tuple[set[str], str]:
     """Return the names in a program, and what is said about it."""
-    names: set[str] = set()
     said = []
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT or token.string.lstrip("rbfRBF").startswith('"""'):
-            said.append(token.string)
-        elif token.type in (tokenize.NAME, tokenize.STRING):
-            names.update(WORD.findall(token.string))
+
+    def rest(found: re.Match[str]) -> str:
+        if found[1] is None:
+            return found[0]
+        said.append(found[0])
+        return " "
+
+    names = set(WORD.findall(IN_PYTHON.sub(rest, text)))
     return names, "\n".join(said)
 
 

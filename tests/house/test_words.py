@@ -20,8 +20,11 @@ NOT_READ = {"\n\0pycoll agent\0\n"}
 
 
 def texts(path: Path) -> Iterator[str]:
-    """The texts of a module that are no documentation, as written."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    """The texts of a module that are no documentation, as written; if one may have such a word."""
+    source = path.read_text(encoding="utf-8")
+    if not any(re.search(word, source) for word in OUR_OWN):
+        return
+    tree = ast.parse(source)
     documentation = {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
     }  # of modules, classes, functions and names
