@@ -146,14 +146,12 @@ ok()
     assert (done.status, done.content) == (0, [0, 1]), done.stderr
 
 
-@pytest.mark.parametrize("transport", ["tcp", "rdma"])
-def test_a_script_of_an_encrypted_job_cannot_choose_what_does_not_encrypt(
-    job: Any, transport: str
-) -> None:
-    init = f"""
+def test_a_script_of_an_encrypted_job_cannot_choose_what_does_not_encrypt(job: Any) -> None:
+    init = """
 rank = int(os.environ["PYCOLL_RANK"])
-error_like(pycoll.TransportError, "{transport}: it does not encrypt.*use --transport auto or zmq",
-           pycoll.init, transport="{transport}")
+for name in ("tcp", "rdma"):
+    why = f"{name}: it does not encrypt.*use --transport auto or zmq"
+    error_like(pycoll.TransportError, why, pycoll.init, transport=name)
 """
     done = job(2, "ok()", "--encrypt", init=init)
     assert (done.status, done.content) == (0, [0, 1]), done.stderr

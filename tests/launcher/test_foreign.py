@@ -329,16 +329,10 @@ assert f"rank {comm.rank} is already process {os.getpid()}; this is process" in 
 
 def test_srun_and_a_key_are_enough() -> None:
     key = secrets.token_hex(32)
-    environments = [
-        {
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_PROCID": str(rank),
-            "SLURM_STEP_NODELIST": "localhost",
-            "PYCOLL_KEY": key,
-        }
-        for rank in range(2)
-    ]
-    assert [status for status, *_ in Ranks(SUM, environments).end()] == [0, 0]
+    shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "PYCOLL_KEY": key}
+    environments = [{**shared, "SLURM_PROCID": str(rank)} for rank in range(2)]
+    script = "import pycoll\nassert pycoll.init().all_reduce(1) == 2"
+    assert [status for status, *_ in Ranks(script, environments).end()] == [0, 0]
 
 
 def test_the_key_stands_on_no_command_line() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from launcher_jobs import LIMIT_S, RUN, Done, Environments, read_lines, run, shell, started
+from tiers import few
 
 from pycoll._launcher import cli
 from pycoll._launcher.cli import main
@@ -53,7 +54,7 @@ def linger():
 """
 
 
-@pytest.fixture(params=["local", "zmq"])
+@pytest.fixture(params=few(["local"], ["zmq"]))
 def join(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The beginning of a script that joins the job, by the inherited socket or by ZeroMQ."""
     monkeypatch.setenv("NO_LINK", "")
@@ -93,6 +94,7 @@ def test_status_is_128_plus_the_signal_that_killed_a_rank() -> None:
     assert b"killed by signal 11 (SIGSEGV)" in done.stderr
 
 
+@pytest.mark.parametrize("join", ["local", "zmq"], indirect=True)
 def test_the_cause_is_the_exception_not_the_peer_failed_that_follow(joined: Joined) -> None:
     done = joined(3, "raise_error('ValueError') if rank == 1 else fail_after_another()")
     assert done.returncode == 1

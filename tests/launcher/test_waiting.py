@@ -188,7 +188,7 @@ MORE = [
     case
     for case in [*SHM, *TCP]
     if case.kind in ("tags", "closed", "wait_any", "alarm")
-    or (case.kind in ("broadcast and receive", "any source") and case.transport == "tcp")
+    or (case.kind != "sends" and case in TCP)
 ]
 """Like others: of the exhaustive tier."""
 CASES = few([case for case in [*SHM, *TCP] if case not in MORE], MORE)

@@ -22,7 +22,7 @@ pids = comm.all_gather(os.getpid())
 """
 
 
-@pytest.mark.parametrize("first", [0, 1], ids=["root", "other"])
+@pytest.mark.parametrize("first", few([1], [0]))
 def test_roots_that_differ_in_the_last_call_are_found_by_who_leaves_later(
     job: Any, first: int
 ) -> None:

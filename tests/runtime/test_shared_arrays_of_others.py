@@ -12,10 +12,10 @@ from shared_memory_jobs import NATIVE, REFUSE
 from tiers import few
 
 CALLS = """
-def every_call(comm, rng, where):
+def every_call(comm, rng, where, times):
     "Random calls; each rank's arrays lie where `where()` says. Compared bit for bit."
     n, me = comm.size, comm.rank
-    for _ in range(15):
+    for _ in range(times):
         common = np.random.default_rng(rng.integers(1 << 31))
         count = int(common.choice([1, 700, 1500, 5000, 20_000, 70_000, 300_000, 1_500_000]))
         dtype = np.dtype(str(common.choice(["f4", "f8", "i2", "i8", "u1"])))
@@ -77,16 +77,17 @@ def every_call(comm, rng, where):
 """
 
 
+@pytest.mark.parametrize("times", few([5], [15]))
 @pytest.mark.parametrize("size", few([3], [2, 4]))
 @pytest.mark.parametrize("single_copy", few(["1"], ["0"]))
 def test_mixes_of_shared_and_ordinary_arrays_have_the_same_bits(
-    scripts: Scripts, size: int, single_copy: str
+    scripts: Scripts, size: int, single_copy: str, times: int
 ) -> None:
     environment = {} if single_copy == "1" else {"PYCOLL_SINGLE_COPY": single_copy}
-    text = """
+    text = f"""
 mine = np.random.default_rng(1000 + rank)
 for seed, chance in enumerate([1.0, 0.5, 0.9]):
-    every_call(comm, np.random.default_rng(seed), lambda: mine.random() < chance)
+    every_call(comm, np.random.default_rng(seed), lambda: mine.random() < chance, {times})
 ok()
 """
     scripts(size, USE + CALLS + text, **environment)
@@ -173,7 +174,7 @@ wanted = (
     ("reduce_scatter", x[0] * 0 + 3), ("broadcast", all_x[1]), ("reduce", x * 0 + 3),
 )
 seen = 0
-for (name, want), seconds in itertools.product(wanted, (0.001, 0.003, 0.008, 0.02)):
+for (name, want), seconds in itertools.product(wanted, (0.002, 0.01)):
     c = comm.dup()
     c.barrier()
     out = np.full(want.shape, 5.0)
@@ -202,7 +203,7 @@ ok()
     scripts(2, USE + text)
 
 
-@pytest.mark.parametrize("name", few(["all_reduce", "broadcast"], ["gather", "all_gather", "send"]))
+@pytest.mark.parametrize("name", few(["all_reduce"], ["broadcast", "gather", "all_gather", "send"]))
 def test_a_rank_that_dies_in_the_middle_is_peer_failed(job: Any, name: str) -> None:
     text = f"""
 pycoll.share_arrays(1)

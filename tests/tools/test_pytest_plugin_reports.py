@@ -29,13 +29,6 @@ def test_a_test_that_all_ranks_skip_is_skipped(pytester: pytest.Pytester) -> Non
     result.stdout.fnmatch_lines(["SKIPPED [[]1] test_*.py:4: no GPU"])
 
 
-def test_a_test_that_some_ranks_skip_has_run(pytester: pytest.Pytester) -> None:
-    result = run_tests(
-        pytester, "@pytest.mark.ranks(2)\ndef test_it(comm):\n    if comm.rank: pytest.skip('no')"
-    )
-    result.assert_outcomes(passed=1)
-
-
 def test_a_skip_marker_starts_no_rank(pytester: pytest.Pytester) -> None:
     result = run_tests(
         pytester,
@@ -50,13 +43,33 @@ def test_it(comm): pass
     assert not (pytester.path / "started").exists()
 
 
+def test_one_rank_that_runs_or_that_fails_as_expected_decides_for_all(
+    pytester: pytest.Pytester,
+) -> None:
+    # The other rank fails only because this one does.
+    result = run_tests(
+        pytester,
+        """
+@pytest.mark.ranks(2)
+def test_skipped(comm):
+    if comm.rank: pytest.skip("no")
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(reason="known")
+def test_known(comm):
+    if comm.rank: raise OSError
+    comm.barrier()
+""",
+        "-rx",
+        "--keep-ranks",
+    )
+    result.assert_outcomes(passed=1, xfailed=1)
+    result.stdout.fnmatch_lines(["XFAIL test_*known"])
+
+
 XFAILS = [
     ("xfail(reason='known')", "raise OSError", "xfailed"),
     ("xfail(reason='known', strict=True)", "pass", "failed"),
-]
-
-
-MORE_XFAILS = [
     ("xfail(reason='known')", "pass", "xpassed"),
     ("xfail(reason='known', raises=ValueError)", "raise OSError", "failed"),
     ("xfail(reason='known', raises=ValueError)", "int('known')", "xfailed"),
@@ -65,14 +78,11 @@ MORE_XFAILS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("marker", "body", "outcome"),
-    [*XFAILS, *(pytest.param(*case, marks=exhaustive) for case in MORE_XFAILS)],
-)
+@exhaustive
+@pytest.mark.parametrize(("marker", "body", "outcome"), XFAILS)
 def test_expected_failures_are_respected(
     marker: str, body: str, outcome: str, pytester: pytest.Pytester
 ) -> None:
-    # The other rank fails only because this one does.
     result = run_tests(
         pytester,
         f"@pytest.mark.{marker}\n@pytest.mark.ranks(2)\ndef test_it(comm):\n"
@@ -297,10 +307,10 @@ def test_it(comm):
 
 def test_a_strict_xfail_that_passes_is_told_once(pytester: pytest.Pytester) -> None:
     result = run_tests(
-        pytester, "@pytest.mark.ranks(3)\n@pytest.mark.xfail(strict=True)\ndef test_it(comm): pass"
+        pytester, "@pytest.mark.ranks(2)\n@pytest.mark.xfail(strict=True)\ndef test_it(comm): pass"
     )
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*--- ranks 0-2 ---*", "*XPASS(strict)*"])
+    result.stdout.fnmatch_lines(["*--- ranks 0-1 ---*", "*XPASS(strict)*"])
     result.stdout.no_fnmatch_line("*no failure*")
 
 

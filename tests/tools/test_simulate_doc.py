@@ -13,8 +13,8 @@ from pycoll._tools.cli import main
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/simulate.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.M | re.S)
-MANY_RANKS = re.compile(r"-n (6:24576|10000)")
-"""Some 10 seconds."""
+MANY_RANKS = re.compile(r"-n (256|6:24576|10000)")
+"""Some 15 seconds."""
 
 
 def commands() -> list[Any]:
