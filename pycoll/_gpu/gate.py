@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import mmap
 import os
 import select
@@ -101,12 +102,22 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _await_end(pid: int, until: float) -> None:
-    try:
-        ended = os.pidfd_open(pid)
-    except OSError:  # it has ended
+    while (left := until - time.monotonic()) > 0:
+        try:
+            ended = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        except OSError:  # no descriptor is free
+            with contextlib.suppress(KeyboardInterrupt):  # see `shut`
+                time.sleep(1e-3)
+            continue
+        try:
+            poller = select.poll()  # which takes descriptors of any number
+            poller.register(ended, select.POLLIN)
+            poller.poll(math.ceil(1000 * left))
+        finally:
+            os.close(ended)
         return
-    select.select([ended], [], [], max(0.0, until - time.monotonic()))
-    os.close(ended)
 
 
 class _Others:

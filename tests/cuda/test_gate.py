@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 
+import pytest
 from patience import PATIENCE
 
 from pycoll._gpu import gate
@@ -75,6 +76,41 @@ def test_who_dies_while_it_writes_holds_nobody_up() -> None:
     assert not thread.is_alive()
     assert gate._of_this_process().get()[2] == 0
     writer.communicate()
+
+
+# A gate with a writer that has died, as far as its lock says, but has not ended.
+CROWDED = """
+import os, resource, subprocess, sys, threading
+from pycoll._gpu import gate
+is_full = sys.argv[1] == "full"
+writer = subprocess.Popen([sys.executable, "-c", "open(0).read()"], stdin=subprocess.PIPE)
+gate._of_this_process().set(b"n" * 16, 0, writer.pid)
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+kept = [os.open(os.devnull, os.O_RDONLY)]
+while kept[-1] < 1100:
+    kept.append(os.open(os.devnull, os.O_RDONLY))
+if is_full:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (kept[-1] + 1, most))
+shutting = threading.Thread(target=gate.shut)
+shutting.start()
+shutting.join(0.1)
+assert shutting.is_alive()
+if is_full:
+    os.close(kept.pop())
+writer.communicate(b"")
+shutting.join(gate.PATIENCE_S / 2)
+assert not shutting.is_alive()
+assert gate._of_this_process().get() == (b"n" * 16, 1, 0)
+"""
+
+
+@pytest.mark.parametrize("files", ["many", "full"])
+def test_the_end_of_who_wrote_is_waited_for_with_many_open_files(files: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CROWDED, files], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_pass_of_a_process_that_is_gone_is_not_good() -> None:
