@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pycoll._launcher import host_routes
 from pycoll._launcher.adopting import UNKNOWN
@@ -35,6 +36,9 @@ from pycoll._launcher.watch import Watch
 from pycoll._rendezvous.wire import MAX_FRAME_NBYTES, name_ranks
 from pycoll._support.environment import places, warn_after
 from pycoll.errors import Error
+
+if TYPE_CHECKING:
+    from pycoll._launcher.recorder import CallRecorder
 
 _ABORT_S = 1.0  # for a rank that has called abort to end
 _KILL_S = 2.0  # then from SIGTERM to SIGKILL for the others
@@ -65,14 +69,18 @@ class Meeting:
         self._router = Router(listener.fileno(), key, 2 * MAX_FRAME_NBYTES)
         self._stack.callback(self._router.close)
         self._server = Server(
-            size, key, on_failure=self._tell_failure, doing=lambda r: self._of[r].doing(r)
+            size,
+            key,
+            before_failure=lambda rank: self._keep_calls(f"rank {rank} had failed"),
+            on_failure=self._tell_failure,
+            doing=lambda r: self._of[r].doing(r),
         )
         self._stack.callback(self._server.close)
         self._watch = Watch(
             self._server,
             size,
             warn_after(os.environ),
-            lambda lines, is_certain: self.tell(lines),
+            lambda lines, is_certain: self._tell_of_waits(lines),
             lambda rank, pid: self._of[rank].state(rank, pid),
         )
         self._agents: dict[Caller, tuple[RemoteHost, CallerLine]] = {}
@@ -90,6 +98,7 @@ class Meeting:
         self._aborter = -1  # the rank that has called abort
         self._plan: dict[int, float] = {}  # signals for the ranks, and when to send them
         self._why = ""  # there will be no meeting
+        self._recorder: CallRecorder | None = None
 
     def run(self, parent_fd: int) -> int:
         """Serve until all ranks have ended, or there will be no meeting.
@@ -246,6 +255,25 @@ class Meeting:
                 environment["PYCOLL_ADDRESSES"] = ",".join(addresses)
             host.start(RankProgram((), environment))
 
+    def _tell_of_waits(self, lines: Sequence[str]) -> None:
+        self._keep_calls(lines[0])
+        self.tell(lines)
+
+    def _keep_calls(self, why: str) -> None:
+        """Have what ranks have called last written, if the user wants it; the first reason counts.
+
+        The folder is one of rank 0's host.
+        """
+        folder = os.environ.get("PYCOLL_LOG_DIR", "")
+        if not folder or self._recorder is not None or not self._have_started:
+            return
+        from pycoll._launcher.recorder import CallRecorder
+
+        with contextlib.suppress(OSError):  # who writes there says so
+            os.makedirs(folder, exist_ok=True)
+        self._recorder = CallRecorder(folder, why, lambda text: self.tell([text]))
+        self._recorder.ask(self._of)
+
     def _tell_failure(self) -> None:
         for host in self._hosts:
             host.tell_failure()
@@ -264,6 +292,8 @@ class Meeting:
             for key, _ in self._selector.select(max(0.0, wake - now)):
                 key.data()
             self._listen()
+        if self._recorder is not None:
+            self._recorder.finish()
 
     # What agents tell: `remote.RemoteEvents`.
 

@@ -75,6 +75,7 @@ LAUNCHER = (
     Variable("PYCOLL_ENCRYPT", "1: as --encrypt; 0: no, and that is not pointed out"),
     Variable("PYCOLL_GRACE", "default of --grace, also for pycoll.run and pycoll.Pool (2)"),
     Variable("PYCOLL_WARN_AFTER", "seconds after which it says who waits for whom (30; 0: never)"),
+    Variable("PYCOLL_LOG_DIR", "under mpirun, srun, torchrun: as --log-dir, for calls.txt alone"),
     Variable("PYCOLL_TRACE_RECORDS", "how many calls of each rank --trace keeps"),
     Variable("NO_COLOR", "if not empty, pycoll-run writes no colors"),
 )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+import secrets
+import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launcher_jobs import LIMIT_S
 from launcher_jobs import run as run_here
 from tiers import few
 
@@ -115,6 +120,44 @@ def test_ranks_of_other_hosts_are_told_of_and_the_first_call_in_which_all_differ
         of_host = section(said, f"in shared memory on host {host} of world, ranks {ranks}:")
         assert of_host[0].startswith("    all have made the same, up to call ")
         assert sum("all_reduce, 40 bytes of float64, op=sum" in line for line in of_host) == 6
+
+
+FOREIGN = """
+import os, signal
+import pycoll
+comm = pycoll.init()
+comm.barrier()
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+comm.recv(1)
+"""
+
+
+def test_under_another_launcher_a_variable_says_where_the_last_calls_are_written(
+    tmp_path: Path,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("PYCOLL_", "SLURM_"))}
+    job = {
+        "PYCOLL_SIZE": "2",
+        "PYCOLL_KEY": secrets.token_hex(32),
+        "PYCOLL_RENDEZVOUS": f"tcp://127.0.0.1:{port}",
+        "PYCOLL_LOG_DIR": str(tmp_path / "logs"),
+    }
+    command = [sys.executable, "-c", FOREIGN]
+    first, second = (
+        subprocess.Popen(command, env={**own, **job, "PYCOLL_RANK": rank}, stderr=subprocess.PIPE)
+        for rank in "01"
+    )
+    _, said = first.communicate(timeout=LIMIT_S)  # its meeting has standard error until it is over
+    second.communicate(timeout=LIMIT_S)
+    assert (first.returncode, second.returncode) == (1, -9), said
+    calls = (tmp_path / "logs/calls.txt").read_text()
+    assert calls.startswith("Calls when rank 1 had failed, ")
+    for rank in range(2):
+        of_rank = calls.partition(f"    the last calls of rank {rank}:\n")[2]
+        assert "  barrier, 0 bytes" in of_rank.partition("the last calls")[0]
 
 
 LOST = """
