@@ -348,6 +348,17 @@ class LocalHost:
         """See `Host`."""
         heard(self._memory.calls())
 
+    def notes(self) -> list[bytes]:
+        """What each rank notes of its calls, if all here are on one host; else []."""
+        return self._memory.notes()
+
+    def unfinished(self, rank: int) -> str:
+        """Return what of a rank's calls is under way that it may not wait for; "": nothing."""
+        from pycoll._launcher.kept_calls import unfinished  # not sooner: few jobs need it
+
+        notes = self._memory.notes_of(rank)
+        return unfinished(notes) if notes else ""
+
     def guard_file(self, path: str) -> None:
         """Have a file removed that this process makes, if it is killed; "": there is none."""
         if path:

@@ -140,11 +140,17 @@ class HostMemory:
 
         if self._page is None:
             return None
-        notes = [
-            os.pread(self._memfd, NOTES_NBYTES, self._notes + local * NOTES_NBYTES)
-            for local in range(len(ranks))
-        ]
-        return HostCalls.read(self._memfd, notes, ranks)
+        return HostCalls.read(self._memfd, self.notes(), ranks)
+
+    def notes(self) -> list[bytes]:
+        """What each of its ranks notes of its calls (`notes`); [] if that is not known."""
+        return [self.notes_of(local) for local in range(len(self._eventfds))]
+
+    def notes_of(self, local_rank: int) -> bytes:
+        """What a rank notes of its calls; b"" if that is not known."""
+        if self._page is None:
+            return b""
+        return os.pread(self._memfd, NOTES_NBYTES, self._notes + local_rank * NOTES_NBYTES)
 
     def close(self) -> None:
         """Give memory and descriptors back; may be called again."""
@@ -208,6 +214,15 @@ class JobMemory:
     def tally(self, rank: int) -> Tally | None:
         """What `rank` has done; None: it is not known here."""
         return self.of(rank).tally(self._places[rank].local_rank)
+
+    def notes(self) -> list[bytes]:
+        """What each rank notes of its calls; [] if they are on several hosts."""
+        hosts = list(self._hosts.values())
+        return hosts[0].notes() if len(hosts) == 1 else []
+
+    def notes_of(self, rank: int) -> bytes:
+        """What `rank` notes of its calls; b"" if that is not known."""
+        return self.of(rank).notes_of(self._places[rank].local_rank)
 
     def calls(self) -> list[HostCalls]:
         """What the ranks of each host have called last."""

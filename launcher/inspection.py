@@ -15,18 +15,23 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycoll._launcher import guardian, wait_table
+from pycoll._launcher.host import LocalHost
 from pycoll._launcher.job_socket import Asker, JobSocket
 from pycoll._launcher.job_spec import JobSpec
 from pycoll._launcher.rendezvous_server import Server
 from pycoll._launcher.watch import WaitReport, Watch
 
 if TYPE_CHECKING:
+    from pycoll._launcher.awaited import Awaited
     from pycoll._launcher.hosts import Hosts
     from pycoll._launcher.outcome import RankState
     from pycoll._launcher.recorder import CallRecorder
 
 _ANSWER_S = 1.0
 """Who has not answered then does not in time: it is stopped, or keeps Python's lock."""
+
+_NOTES_AT_END, _NOTES_NOW = 1024, 256
+"""So many of the last notes of each rank tell for whom it waits: at the end, and for `top`."""
 
 Fields = dict[str, Any]
 
@@ -101,9 +106,26 @@ class Inspection:
             now - self._server.met_at,
             verbose=self._options.verbose,
             is_well=all(each.status == 0 for each in ranks),
+            awaited=self._awaited(_NOTES_AT_END),
         )
         if lines:
             self.hosts.tell(lines)
+
+    def unfinished(self, rank: int) -> str:
+        """Which calls of a rank are under way that it may not wait for; "" if that is not known."""
+        host = self.hosts.of(rank)
+        return host.unfinished(rank) if isinstance(host, LocalHost) else ""
+
+    def _awaited(self, most: int) -> Awaited | None:
+        """For whom ranks have waited, by their last notes; None: they are not all on this host."""
+        from pycoll._launcher import awaited
+
+        host = self.hosts.of(0)
+        notes = host.notes() if isinstance(host, LocalHost) else []
+        if len(notes) != self._server.size:
+            return None
+        tallies = [host.tally(rank) for rank in self._ranks()]
+        return awaited.of_notes(notes, tallies, time.monotonic_ns(), most)
 
     def _hear(self, asker: Asker) -> None:
         """Somebody asks: "status" is answered when the ranks have been asked, others at once."""
@@ -182,17 +204,18 @@ class Inspection:
                 "state": self._state(rank),
             }
             ranks.append(fields | (tally._asdict() if tally is not None else {}))
-        return {**self._about(), "time": time.monotonic(), "ranks": ranks}
+        found = self._awaited(_NOTES_NOW) if ranks else None
+        awaited = found.packed() if found is not None else None
+        return {**self._about(), "time": time.monotonic(), "ranks": ranks, "awaited": awaited}
 
     def _status(self, report: WaitReport) -> Fields:
         ranks = [self._rank(rank, report) for rank in self._ranks()]
-        others = {
-            each["rank"]: f"{each['state']}, process {each['process']}"
-            if each["process"]
-            else each["state"]
-            for each in ranks
-            if each["waits_in"] is None
-        }
+        others = {}
+        for each in [rank for rank in ranks if rank["waits_in"] is None]:
+            lines = [each["state"]]
+            if each["process"]:
+                lines = [f"{lines[0]}, process {each['process']}", self.unfinished(each["rank"])]
+            others[each["rank"]] = "\n".join(filter(None, lines))
         heading = report.heading or "no rank has waited in pycoll for 0.2 s"
         if not ranks:
             heading, others = "the ranks have not been started yet", {}

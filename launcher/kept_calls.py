@@ -7,8 +7,8 @@
 - It notes the last 1024 messages of each rank that go from program to program.
 - It notes what the last 128 communicators are called that a rank has made.
 
-The layout is that of transports/_core/host/noted.h. A rank may have written anything there: what
-makes no sense is shown as it is, or left out.
+Their layout is in notes.py. A rank may have written anything there: what makes no sense is shown as
+it is, or left out.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import struct
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgpack
 
+from pycoll._launcher.notes import CALLS, MESSAGES, NAMES, NOTED, TEXT_NBYTES, WAITS
 from pycoll._launcher.outcome import ranks_text
 
 KINDS = (
@@ -41,18 +42,6 @@ DTYPES = (
 _REDUCES = frozenset({"reduce", "all_reduce", "reduce_scatter", "scan", "exscan"})
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _CALL = struct.Struct("@QQ")
-
-_NOTED = 1024  # of each kind
-_TEXT_NBYTES = 112
-_MESSAGE = struct.Struct("@QQqiI")
-_WAIT = struct.Struct("@QQQQII56s")
-_NOTE = struct.Struct(f"@QQQQQQ{_TEXT_NBYTES}s")
-_NUMBER = struct.Struct("@Q")
-_NAME = struct.Struct("@QI52s")
-_NAMES, _NAMES_AT = 128, 64
-_MESSAGES_AT = _NAMES_AT + _NAMES * _NAME.size
-_WAITS_AT = _MESSAGES_AT + _NOTED * _MESSAGE.size
-_NOTES_AT = _WAITS_AT + _NOTED * _WAIT.size
 
 _ANY = -1
 _STATES = {0: ", not finished", 16: "", 32: ", given up", 48: ", handed on"}
@@ -227,7 +216,7 @@ class HostCalls(NamedTuple):
 
     def packed(self) -> bytes:
         """Return it as an agent sends it; of very many communicators with fewer calls of each."""
-        most = _NOTED * _CALL.size
+        most = NOTED * _CALL.size
         while True:
             kept = [
                 (ident, [(rank, number, last[len(last) - most :] if most else b"")
@@ -244,6 +233,26 @@ class HostCalls(NamedTuple):
         return cls(*msgpack.unpackb(zlib.decompress(data)))
 
 
+def unfinished(notes: bytes) -> str:
+    """Return which sends, receives and calls of a rank are under way, in short; "": none."""
+    names = {1: "world"}
+    for ident, nbytes, text in NAMES.records(notes):
+        names.setdefault(ident, _text(text[:nbytes]))
+    found = [
+        message.text(names.get(message.ident, f"communicator {message.ident}"))
+        for message in _messages(notes)
+        if message.is_under_way
+    ]
+    for _, (ordinal, _, _, _, ended, nbytes, text) in CALLS.newest(notes, NOTED):
+        if ordinal and not ended:
+            signature, _, place = text[:nbytes].partition(b"\0")
+            found.append(f"{_text(signature)}{f' at {_text(place)}' if place else ''}")
+    if not found:
+        return ""
+    first = found[0].removesuffix(_STATES[0])
+    return f"not finished: {first}{f', and {len(found) - 1} more' if len(found) > 1 else ''}"
+
+
 def merged(hosts: Iterable[HostCalls]) -> JobCalls:
     """Return what the ranks of several hosts have called last."""
     calls = JobCalls([], {}, {}, {1: "world"})
@@ -253,7 +262,7 @@ def merged(hosts: Iterable[HostCalls]) -> JobCalls:
         for rank, notes in zip(host.ranks, host.notes, strict=True):
             calls.messages[rank] = list(_messages(notes))
             waits[rank] = _waits(notes, host)
-            for ident, nbytes, text in _ring(notes, _NAMES_AT, _NAME, _NAMES):
+            for ident, nbytes, text in NAMES.records(notes):
                 if ident:
                     calls.names.setdefault(ident, _text(text[:nbytes]))
             for ident, noted in _noted(notes, host.now_ns).items():
@@ -279,28 +288,16 @@ def _kept(ident: int, number: int, last: bytes, waits: Waits) -> Iterator[KeptCa
         yield KeptCall(signature, nbytes, *wait)
 
 
-def _ring(
-    notes: bytes, at: int, record: struct.Struct, count: int = _NOTED
-) -> Iterator[tuple[Any, ...]]:
-    data = notes[at : at + count * record.size]
-    return record.iter_unpack(data[: len(data) // record.size * record.size])
-
-
 def _messages(notes: bytes) -> Iterator[NotedMessage]:
-    found = list(_ring(notes, _MESSAGES_AT, _MESSAGE))
-    if len(found) < _NOTED:  # the memory ends there
-        return
-    (count,) = _NUMBER.unpack_from(notes)
-    for number in range(max(0, count - _NOTED), count):
-        ident, nbytes, tag, peer, what = found[number % _NOTED]
+    for number, (ident, nbytes, tag, peer, what) in MESSAGES.newest(notes, NOTED):
         kind, state = what & 15, what & ~15
         if kind in (1, 2) and state in _STATES:
-            yield NotedMessage(number + 1, ident, kind == 1, peer, tag, nbytes, state)
+            yield NotedMessage(number, ident, kind == 1, peer, tag, nbytes, state)
 
 
 def _waits(notes: bytes, host: HostCalls) -> Waits:
     calls: dict[tuple[int, int], list[tuple[int, int, int, str]]] = {}
-    for ident, number, since, until, peer, nbytes, text in _ring(notes, _WAITS_AT, _WAIT):
+    for ident, number, since, until, peer, nbytes, text in WAITS.records(notes):
         if number and peer < len(host.ranks):
             wait = since, until, host.ranks[peer], _text(text[:nbytes])
             calls.setdefault((ident, number), []).append(wait)
@@ -321,7 +318,7 @@ def _waited(found: list[tuple[int, int, int, str]], now_ns: int) -> tuple[str, s
 
 
 def _noted(notes: bytes, now_ns: int) -> dict[int, RankCalls]:
-    found = sorted(note for note in _ring(notes, _NOTES_AT, _NOTE) if note[0])
+    found = sorted(note for note in CALLS.records(notes) if note[0])
     calls: dict[int, list[NotedCall]] = {}
     numbers = {}
     for _, ident, number, begun, ended, nbytes, text in found:
@@ -334,7 +331,7 @@ def _noted_call(text: bytes, nbytes: int, begun: int, ended: int, now_ns: int) -
     signature, _, place = text[:nbytes].partition(b"\0")
     when = f", begun {_seconds(now_ns - begun)} before"
     when += f", took {_seconds(ended - begun)}" if ended else ", not finished"
-    return NotedCall(_text(signature), _text(place) if nbytes < _TEXT_NBYTES else "", when)
+    return NotedCall(_text(signature), _text(place) if nbytes < TEXT_NBYTES else "", when)
 
 
 def _text(data: bytes) -> str:

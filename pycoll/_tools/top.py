@@ -79,12 +79,13 @@ def _show(job: RunningJob, arguments: argparse.Namespace) -> None:
         time.sleep(arguments.interval)
         after = job.ask("tallies")
         rates = between(before, after)
+        said = straggler(rates, after.pop("awaited", None))
         if arguments.json:
-            print(json.dumps(_as_json(after, rates)), flush=True)
+            print(json.dumps(_as_json(after, rates, said)), flush=True)
         else:
             job.about = after
             room = shutil.get_terminal_size().lines - _LINES_BESIDE if is_live else 0
-            lines = [job.title(), *table(rates, room)]
+            lines = [job.title(), *table(rates, room), *filter(None, [said])]
             if is_live:
                 width = shutil.get_terminal_size().columns
                 lines = [line[: width - 1] for line in lines]
@@ -133,11 +134,18 @@ def between(before: Fields, after: Fields) -> list[Rates]:
     return found
 
 
-def straggler(rates: Sequence[Rates]) -> str:
-    """Say which rank the others wait for, if that costs them much; "": none."""
-    from pycoll._launcher import stragglers
+def straggler(rates: Sequence[Rates], awaited: list[Any] | None) -> str:
+    """Say which rank the others wait for, if that costs them much; "": none.
 
-    found = stragglers.find({r.rank: r.waiting for r in rates if r.waiting == r.waiting})
+    Args:
+        rates: what the ranks do.
+        awaited: for whom they have waited, packed; None: it is not known.
+    """
+    from pycoll._launcher import stragglers
+    from pycoll._launcher.awaited import Awaited
+
+    shares = {r.rank: r.waiting for r in rates if r.waiting == r.waiting}
+    found = stragglers.find(shares, Awaited.unpacked(awaited) if awaited is not None else None)
     if found is None or found.cost <= stragglers.COSTLY:
         return ""
     return found.text()
@@ -166,8 +174,7 @@ def table(rates: Sequence[Rates], room: int = 0) -> list[str]:
     ]
     if len(shown) < len(rates):
         lines.append(f"and {len(rates) - len(shown)} more ranks, which wait longer")
-    said = straggler(rates)
-    return [*lines, said] if said else lines
+    return lines
 
 
 def _row(rates: Rates) -> tuple[str, ...]:
@@ -187,9 +194,9 @@ def _numbers(calls: float, messages: float, nbytes: float) -> tuple[str, str, st
     return text(calls, 0), text(messages, 0), text(nbytes / 1e6, 1)
 
 
-def _as_json(after: Fields, rates: Sequence[Rates]) -> Mapping[str, Any]:
+def _as_json(after: Fields, rates: Sequence[Rates], said: str) -> Mapping[str, Any]:
     ranks = [
         {name: None if value != value else value for name, value in each._asdict().items()}
         for each in rates
     ]
-    return {**after, "ranks": ranks, "straggler": straggler(rates)}
+    return {**after, "ranks": ranks, "straggler": said}

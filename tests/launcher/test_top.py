@@ -20,8 +20,9 @@ from launcher_jobs import run as run_job
 from launcher_jobs import started
 from patience import PATIENCE
 
+from pycoll._launcher.awaited import Awaited
 from pycoll._launcher.host_memory import Tally
-from pycoll._launcher.stragglers import Straggler, find, of_job
+from pycoll._launcher.stragglers import find, of_job
 
 LIMIT_S = 60 * PATIENCE
 
@@ -172,13 +173,43 @@ def test_on_a_terminal_the_table_is_shown_again_in_its_place_until_the_job_ends(
     assert b"\x1b[6A\r\x1b[J" in said
 
 
-def test_verbose_says_at_the_end_who_was_waited_for(tmp_path: Path) -> None:
+APART = """
+import sys, time
+import numpy as np
+import pycoll
+comm = pycoll.init(transport=sys.argv[1])
+apart = comm.split(int(comm.rank == 0))
+x = np.ones(1000)
+for step in range(30):
+    if comm.rank < 2:
+        time.sleep(0.05)
+    if sys.argv[2] == "messages":  # 1 is late, 2 waits for it, and 3 for that
+        comm.recv(comm.rank - 1) if comm.rank > 1 else None
+        comm.send(x, comm.rank + 1) if 0 < comm.rank < 3 else None
+    else:
+        apart.all_reduce(x)
+"""
+"""Rank 0 has nothing to do with the others."""
+
+
+@pytest.mark.parametrize(
+    ("transport", "what"),
+    [
+        ("shm", "messages"),
+        pytest.param("shm", "calls", marks=pytest.mark.exhaustive),
+        pytest.param("tcp", "calls", marks=pytest.mark.exhaustive),
+        pytest.param("tcp", "messages", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_verbose_says_at_the_end_who_was_waited_for(
+    tmp_path: Path, transport: str, what: str
+) -> None:
     program = tmp_path / "script.py"
-    program.write_text(STEPS.replace("while True", "for step in range(30)"))
-    done = run_job("-n", "3", "--verbose", str(program), "auto")
+    program.write_text(APART)
+    done = run_job("-n", "4", "--verbose", str(program), transport, what)
     assert done.returncode == 0, done.stderr
     assert b"pycoll-run: rank 1 made the others wait: they waited for " in done.stderr
-    quiet = run_job("-n", "3", str(program), "auto")
+    quiet = run_job("-n", "4", str(program), transport, what)
     assert quiet.stderr == b""
 
 
@@ -193,10 +224,58 @@ def test_a_rank_of_another_host_is_named_that_the_others_have_waited_for(
     assert "pycoll-run: rank 2 made the others wait: they waited for " in done.stderr
 
 
-def test_who_waits_least_is_the_one_that_the_others_wait_for() -> None:
-    assert find({0: 0.5, 1: 0.125, 2: 0.75}) == Straggler(1, 0.125, 0.625)
-    assert find({0: 0.6}) is None
-    assert find({0: 0.5, 1: 0.5}) is None
+def ring(size: int) -> dict[int, dict[int, float]]:
+    """Each waits for the rank before it."""
+    return {rank: {(rank - 1) % size: 1.0} for rank in range(size)}
+
+
+@pytest.mark.parametrize(
+    ("waiting", "awaited", "found"),
+    [
+        # Where it is not known for whom, it may have been for any.
+        ([0.5, 0.125, 0.75], None, ((1,), 0.125, 0.625, 0.5)),
+        ([0.6], None, None),
+        ([0.5, 0.5], None, None),
+        ([0.0, 0.0, 0.9, 0.0], None, None),  # three may be the cause
+        # All waits go back to rank 1, on whatever way.
+        ([0.5, 0.0, 0.5, 0.5], Awaited(ring(4), {}, {}), ((1,), 0.0, 0.5, 0.5)),
+        # Rank 2 waits for 1; the others have nothing to do with it.
+        ([0.0, 0.0, 0.9, 0.0], Awaited({2: {1: 1.0}}, {}, {}), ((1,), 0.0, 0.3, 0.3)),
+        # A pipeline whose first rank hardly makes the second wait.
+        (
+            [0.0, 0.05, 0.9, 0.9],
+            Awaited({1: {0: 1.0}, 2: {1: 1.0}, 3: {2: 1.0}}, {}, {}),
+            ((1,), 0.05, 0.6, 1.7 / 3),
+        ),
+        # Ranks 1 and 2 are late in turn.
+        (
+            [1.0, 0.5, 0.5, 1.0],
+            Awaited({0: {1: 0.5, 2: 0.5}, 1: {2: 1.0}, 2: {1: 1.0}, 3: {1: 0.5, 2: 0.5}}, {}, {}),
+            ((1, 2), 0.5, 1.0, 1.0 / 3),
+        ),
+        # Calls by messages of ranks 1 and 2; rank 0 makes none.
+        (
+            [0.0, 0.1, 0.8],
+            Awaited({}, {1: {7: 1.0}, 2: {7: 1.0}}, {7: [1, 2]}),
+            ((1,), 0.1, 0.4, 0.35),
+        ),
+        # Rank 0 hands out tasks, and waits for each of three that compute.
+        ([0.9, 0.0, 0.0, 0.0], Awaited({0: dict.fromkeys([1, 2, 3], 1 / 3)}, {}, {}), None),
+    ],
+)
+def test_who_waits_least_of_those_that_the_others_wait_for_makes_them_wait(
+    waiting: list[float], awaited: Awaited | None, found: tuple[Any, ...] | None
+) -> None:
+    said = find(dict(enumerate(waiting)), awaited)
+    if found is None:
+        assert said is None
+    else:
+        ranks, *numbers = found
+        assert said is not None
+        assert said.ranks == ranks
+        assert said[1:] == pytest.approx(numbers)
+    if awaited is not None:
+        assert Awaited.unpacked(json.loads(json.dumps(awaited.packed()))) == awaited
 
 
 def test_a_costly_rank_is_pointed_out_without_being_asked_if_the_job_was_long() -> None:
