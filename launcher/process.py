@@ -9,6 +9,25 @@ _READ_CALL = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "")
 """The number of the system call `read`."""
 
 
+_MEANINGS = (
+    ("nanosleep", "a pause"),
+    ("futex", "for a lock, or another thread"),
+    ("poll", "for files or sockets"),
+    ("do_select", "for files or sockets"),
+    ("pipe_read", "reads a pipe"),
+    ("pipe_write", "writes to a pipe"),
+    ("wait_for_partner", "opens a named pipe"),
+    ("do_wait", "for another process to end"),
+    ("accept", "for a connection"),
+    ("sk_wait_data", "reads a socket"),
+    ("skb_wait_for_more", "reads a socket"),
+    ("stream_read", "reads a socket"),
+    ("tty_read", "reads a terminal"),
+    ("lock_inode_wait", "for a lock of a file"),
+)
+"""Of a part of the name of a function of the kernel: what a process waits for there."""
+
+
 def doing(pid: int) -> str:
     """Return "running", "stopped", "asleep", "blocked in the kernel" (and in what), or "ended".
 
@@ -41,10 +60,13 @@ def _state(path: str) -> str:
 
 
 def _where(pid: int, thread: int) -> str:
-    """In which of the kernel's functions it waits, if we may know: " (hrtimer_nanosleep)"."""
+    """In which of the kernel's functions it waits, if we may know, and what that means."""
     name = _read(f"/proc/{pid}/task/{thread}/wchan")
     name = name.partition(".")[0]  # without what the compiler has added
-    return f" ({name})" if name not in ("", "0") else ""
+    if name in ("", "0"):
+        return ""
+    meaning = next((meaning for part, meaning in _MEANINGS if part in name), "")
+    return f" ({name}{f': {meaning}' if meaning else ''})"
 
 
 def _read(path: str) -> str:

@@ -55,6 +55,7 @@ class Server:
         before_failure: called with a rank that has failed, before the others are told.
         on_failure: called when the ranks have been told that one has failed.
         doing: returns what a rank does without having told us, "" if that is not known.
+        beside: returns what the process of a rank does that does not wait in pycoll.
 
     Attributes:
         size: number of ranks.
@@ -76,6 +77,7 @@ class Server:
         before_failure: Callable[[int], object] = lambda rank: None,
         on_failure: Callable[[], object] = lambda: None,
         doing: Callable[[int], str] = lambda rank: "",
+        beside: Callable[[int, int], str] = lambda rank, pid: "",
     ) -> None:
         if size < 1:
             raise ValueError(f"a job has at least one rank, not {size}")
@@ -94,7 +96,7 @@ class Server:
         self._notices: list[Notice] = []
         self._told_unencrypted = False
         self._before_failure, self._on_failure = before_failure, on_failure
-        self._waits_natively = doing
+        self._waits_natively, self._beside = doing, beside
         self._closed = False
         self._carriers = Carriers(key, host)
         self.endpoint = self._carriers.endpoint
@@ -445,7 +447,9 @@ class Server:
             return doing
         last = self.calls.last_of(rank)
         before = f"; until {now - last[1]:.1f} s ago in {last[0]}" if last else ""
-        return f"not waiting in pycoll, or for less than 0.2 s{before}"
+        process = self._beside(rank, self._ranks[rank].pid)
+        process = f"; {process}" if process else ""
+        return f"not waiting in pycoll, or for less than 0.2 s{before}{process}"
 
     def _waiting(self, rank: int, now: float) -> str:
         """What a rank that is there waits in, and for how long; "" if it does not wait."""

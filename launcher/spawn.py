@@ -194,6 +194,7 @@ class Job(RankEnds):
             before_failure=lambda rank: self._inspection.keep_calls(f"rank {rank} had failed"),
             on_failure=lambda: self._hosts.tell_failure(),
             doing=lambda rank: self._ended.get(rank) or self._hosts.of(rank).doing(rank),
+            beside=self._beside,
         )
         stack.callback(self.server.close)
         self.selector.register(self.server.fileno(), selectors.EVENT_READ, _nothing)
@@ -204,6 +205,7 @@ class Job(RankEnds):
             after_s,
             self._tell_of_waits,
             lambda rank, pid: self._hosts.of(rank).state(rank, pid),
+            lambda rank: self._inspection.unfinished(rank),
         )
         spec = JobSpec(self.id, key, options, self._argv, self._pass_fds, self._stdin)
         self._inspection = Inspection(spec, self.server, self._watch_waits, self.selector, stack)
@@ -379,6 +381,11 @@ class Job(RankEnds):
             self.give_up(DEADLOCKED, lines[0], lines[1:])
         else:
             self.tell(lines)
+
+    def _beside(self, rank: int, pid: int) -> str:
+        """What a rank does that does not wait in pycoll."""
+        state = self._hosts.of(rank).state(rank, pid)
+        return "; ".join(filter(None, [state, self._inspection.unfinished(rank)]))
 
     def _give_up_output(self) -> None:
         """Our output cannot be written: end as a command does whose reader has gone."""

@@ -107,7 +107,8 @@ def table(heading: str, waiters: Mapping[int, Waiter], others: Mapping[int, str]
     Args:
         heading: its first line.
         waiters: the ranks that wait.
-        others: what those do for whom they wait and who do not wait themselves.
+        others: what those do for whom they wait and who do not wait themselves; a row for each
+            line.
     """
     rows = _rows(waiters, joined=False)
     if len(rows) > _MAX_ROWS:
@@ -118,7 +119,9 @@ def table(heading: str, waiters: Mapping[int, Waiter], others: Mapping[int, str]
     groups = defaultdict(list)
     for rank, doing in others.items():
         groups[doing].append(rank)
-    cells += [(_listed(ranks), "-", doing) for doing, ranks in groups.items()]
+    for doing, ranks in groups.items():
+        first_line, *more = doing.split("\n")
+        cells += [(_listed(ranks), "-", first_line), *(("", "", line) for line in more)]
     cells.insert(0, ("rank", "waits for", "in"))
     first, second = (max(len(cell[i]) for cell in cells) for i in (0, 1))
     lines = [f"    {a:{first}}  {b:{second}}  {text}" for a, b, text in cells]
@@ -140,7 +143,10 @@ def _legend(waiters: Iterable[Waiter]) -> list[str]:
     ]
     if len(known) > _MAX_NAMES:
         known[_MAX_NAMES:] = ["..."]
-    return [f"    {'; '.join(known)}"] if known else []
+    line = f"    {'; '.join(known)}"
+    if len(line) > WIDTH:
+        return [f"    {each}" for each in known]
+    return [line] if known else []
 
 
 Row = tuple[list[int], set[int], str]

@@ -62,6 +62,7 @@ class Watch:
         after_s: how long is long, in seconds; 0: this does nothing.
         tell: called with the lines of a table, and whether it is certain that ranks wait for ever.
         doing: returns what the process of a rank is doing: rank and process.
+        unfinished: returns which calls of a rank are under way that it does not wait for, or "".
 
     Attributes:
         returned: see `note_returned`.
@@ -74,9 +75,10 @@ class Watch:
         after_s: float,
         tell: Callable[[list[str], bool], object],
         doing: Callable[[int, int], str],
+        unfinished: Callable[[int], str] = lambda rank: "",
     ) -> None:
         self._server, self._size, self._after_s, self._tell = server, size, after_s, tell
-        self._doing_of = doing
+        self._doing_of, self._unfinished = doing, unfinished
         self._told: dict[Key, set[int]] = {}  # operations, and of which ranks in them
         self._deadlocks: set[Key] = set()  # operations that were told to be parts of one
         self._certain: set[Key] = set()  # those of them of which that is certain
@@ -370,7 +372,8 @@ class Watch:
 
     def _with_process(self, rank: int, text: str) -> str:
         pid = self._server.state(rank)[1]
-        return f"{text}, process {pid}" if pid else text
+        lines = [f"{text}, process {pid}", self._unfinished(rank)] if pid else [text]
+        return "\n".join(filter(None, lines))
 
 
 def _has_returned(wait: RankWait, rank: int) -> dict[str, Any]:

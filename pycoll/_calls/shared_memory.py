@@ -19,7 +19,7 @@ from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.context import Context
 from pycoll._runtime.engine import Engine, SharedMemory, left_without
 from pycoll._runtime.envelope import different_calls
-from pycoll._runtime.task import Call, caller
+from pycoll._runtime.task import Call, caller, caller_or_thread
 from pycoll._runtime.waits import EVERYBODY, Options, needed
 from pycoll._selection.agreed import SHARED_MEMORY
 from pycoll._support.lazy_import import LazyModule
@@ -298,7 +298,7 @@ class ShmComm:
         if waited_s < report_after_s:
             until = min(until, now + report_after_s - waited_s)
             if waited_s < SLEEP_S:  # the first sleep of this wait
-                self._host.set_status(f"{call} at {caller()}, since {now - waited_s:.3f}")
+                self._host.set_status(f"{call} at {caller_or_thread()}, since {now - waited_s:.3f}")
         else:
             self._report(call, waited_s, number, peer)
         return until

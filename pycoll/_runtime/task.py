@@ -240,9 +240,21 @@ def made_at(place: tuple[str, int]) -> Iterator[None]:
         set_made_at("")
 
 
+_STARTERS = ("/threading.py", "/concurrent/futures/thread.py")
+"""Files of Python's that call what a thread is given to do: that may be a method of ours."""
+
+
 def caller() -> str:
     """Return file:line of `place_of_call`."""
     return _shown(*place_of_call())
+
+
+def caller_or_thread() -> str:
+    """Return the same, or the name of the thread of which the call is all that it does."""
+    path, line = place_of_call()
+    if path.endswith(_STARTERS):
+        return f"the start of thread {threading.current_thread().name}"
+    return _shown(path, line)
 
 
 def _shown(path: str, line: int) -> str:

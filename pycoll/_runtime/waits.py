@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from pycoll._rendezvous.client import Client as Control
-from pycoll._runtime.task import Call, Several, caller
+from pycoll._runtime.task import Call, Several, caller, caller_or_thread
 from pycoll._support.environment import warn_after
 from pycoll._transports.base import Operation
 
@@ -117,7 +117,7 @@ class Waits:
             "context": call.context.ident,
             "number": call.number,
             "call": call.text,
-            "where": caller(),
+            "where": caller_or_thread(),
             "members": list(call.context.members),
             "name": call.context.name,
             "serial": serial,
@@ -147,7 +147,7 @@ class Waits:
         wait = next(reversed(self._waits.values()), None)
         if self._control is None or wait is None:
             return
-        options = wait.options()
+        options = [_once(option) for option in wait.options()]
         if len(options) > _MAX_NEEDS or any(len(option) > _MAX_NEEDS for option in options):
             options = []
         self._control.post(
@@ -212,6 +212,11 @@ def options_of(operation: Operation, call: Call) -> Options:
         return [[need for needs in each for need in needs]]
     needs = _needs(operation, call)
     return [needs] if needs else []
+
+
+def _once(needs: list[Need]) -> list[Need]:
+    """Leave out what is needed twice, as by two receives from one rank."""
+    return [need for index, need in enumerate(needs) if need not in needs[:index]]
 
 
 def _needs(operation: Operation, call: Call) -> list[Need]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -133,8 +134,9 @@ def _add_native(ranks: Sequence[Fields], *, with_all: bool) -> None:
     if shutil.which(_PY_SPY) is None:
         return
     for rank in ranks:
-        is_silent = rank["threads"] is None and rank["state"] != "stopped"
-        if rank["process"] and not rank["host"] and (with_all or is_silent):
+        is_stopped = rank["state"] == "stopped"  # then py-spy cannot look
+        is_asked = with_all or rank["threads"] is None
+        if rank["process"] and not rank["host"] and is_asked and not is_stopped:
             rank["native"] = _py_spy(rank["process"])
 
 
@@ -146,5 +148,13 @@ def _py_spy(process: int) -> list[str]:
         )
     except (OSError, subprocess.TimeoutExpired) as exc:
         return [f"{_PY_SPY}: {exc}"]
-    text = done.stdout if done.returncode == 0 else f"{_PY_SPY}: {done.stderr.strip()}"
-    return [line for line in text.splitlines() if line.strip()]
+    if done.returncode == 0:
+        lines = [f"by {_PY_SPY}, with frames in C:", *done.stdout.splitlines()]
+    elif re.search("permi(tted|ssion)", done.stderr, re.IGNORECASE):
+        lines = [
+            f"{_PY_SPY} may not look into process {process}: call pycoll status as root, or see",
+            "docs/status.md (Frames in C)",
+        ]
+    else:
+        lines = f"{_PY_SPY}: {done.stderr.partition('Stack backtrace:')[0]}".splitlines()
+    return [line for line in lines if line.strip()]

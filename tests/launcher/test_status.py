@@ -287,3 +287,44 @@ def test_native_stacks_without_py_spy_are_refused(monkeypatch: pytest.MonkeyPatc
     done = status("--native")
     assert done.returncode == 2
     assert "--native needs py-spy" in done.stderr
+
+
+FAKE = """#!/bin/sh
+[ "$1 $2 $4" = "dump --pid --native" ] || exit 9
+case $0 in
+*good*) echo 'Thread 1 (idle): "MainThread"'; echo; echo "    work (lib.c:7)" ;;
+*denied*) echo "Error: Permission denied (os error 13)" >&2; exit 1 ;;
+*) printf 'Error: it has gone\\nStack backtrace:\\n  0: main\\n' >&2; exit 1 ;;
+esac
+"""
+
+
+def test_native_stacks_are_those_of_py_spy_or_why_it_has_none(
+    job: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = job(
+        2,
+        "import os, pycoll, signal\ncomm = pycoll.init()\ncomm.barrier()\n"
+        "os.kill(os.getpid(), signal.SIGSTOP) if comm.rank else comm.recv(1)\n",
+    )
+    until(process.pid, lambda found: found["ranks"] and found["ranks"][1]["state"] == "stopped")
+    for kind, wanted in {
+        "good": [
+            "by py-spy, with frames in C:",
+            'Thread 1 (idle): "MainThread"',
+            "    work (lib.c:7)",
+        ],
+        "denied": [
+            "py-spy may not look into process {0}: call pycoll status as root, or see",
+            "docs/status.md (Frames in C)",
+        ],
+        "gone": ["py-spy: Error: it has gone"],
+    }.items():
+        (tmp_path / kind).mkdir()
+        fake = tmp_path / kind / "py-spy"
+        fake.write_text(FAKE)
+        fake.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path / kind}:/usr/bin:/bin")
+        waiting, stopped = of(process.pid, "--native")["ranks"]
+        assert waiting["native"] == [line.format(waiting["process"]) for line in wanted]
+        assert "native" not in stopped

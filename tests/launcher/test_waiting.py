@@ -30,7 +30,7 @@ BUSY = {"computes", "a part of a call"}
 
 SCRIPT = f"""
 ARRAYS = {ARRAYS}
-import os, signal, sys, threading, time
+import asyncio, os, signal, sys, threading, time
 import pycoll
 
 kind = sys.argv[1]
@@ -78,6 +78,29 @@ elif kind == "wait_all":
     pycoll.wait_all([comm.isend(large, other, tag=1), comm.irecv(other, tag=2)])
 elif kind == "wait_any":
     pycoll.wait_any([comm.irecv(other, tag=1), comm.irecv(other, tag=2)])
+elif kind == "wait_all of many":
+    pycoll.wait_all([comm.irecv(other, tag=tag) for tag in range(40)])
+elif kind == "persistent":
+    request = comm.persistent.recv(other)
+    request.start()
+    request.wait()
+elif kind == "polls":
+    while rank == 0 and comm.iprobe(other) is None:
+        time.sleep(0.01)
+    comm.barrier()
+elif kind == "awaits":
+    async def receive():
+        await comm.irecv(other, tag=3)
+    asyncio.run(receive()) if rank == 0 else comm.recv(0)
+elif kind == "in threads":
+    threads = [threading.Thread(target=comm.recv, args=(other,), name="taker")]
+    threads[0].start()
+elif kind == "pipe":
+    comm.recv(1) if rank == 0 else os.read(os.pipe()[0], 1)
+elif kind == "splits":
+    half = comm.split(rank % 2, name="half")
+    quarter = half.split(0, name="quarter")
+    (quarter if rank == 0 else half if rank == 2 else comm).barrier()
 elif kind == "deadline":
     comm.recv(other, timeout=1000)
 elif kind == "alarm":
@@ -160,6 +183,40 @@ SHM = [
     deadlock("any source", r"    0     1-2        recv\(source=ANY", size=3),
     deadlock("wait", r"ibarrier\(\) #1 at"),
     deadlock("wait_all", "wait_all of 2 requests, first i"),
+    deadlock("wait_all of many", "wait_all of 40 requests, first irecv"),
+    deadlock("persistent", r"irecv\(source=1, .*\) at script.py"),
+    Case(
+        "polls",
+        2,
+        "waiting for rank 0, which is asleep",
+        (r"    0     -          asleep \(.*: a pause",),
+    ),
+    Case(
+        "awaits",
+        2,
+        "waiting for rank 0, which is asleep",
+        (
+            r"    0     -          asleep \(.*: for files or sockets\), process \d+\n"
+            r"                     not finished: recv from rank 1, tag 3, of any length, on world",
+        ),
+    ),
+    Case(
+        "in threads",
+        2,
+        "perhaps a deadlock .*: rank 0 waits for 1, which waits for 0",
+        (r"    0     1          recv\(.*\) at the start of thread taker, ",),
+    ),
+    Case("pipe", 2, r"waiting for rank 1, which is asleep \(.*: reads a pipe\)"),
+    Case(
+        "splits",
+        4,
+        "deadlock: rank 0 waits for 2, which waits for 0",
+        (
+            r"    0     2          barrier\(\) #0 on quarter at",
+            r"    2     0          barrier\(\) #\d on half at",
+            r"    1, 3  0, 2       barrier\(\)",
+        ),
+    ),
     deadlock("wait_any", "wait_any of 2 requests, first irecv"),
     Case("itself", 2, "deadlock: rank 0 waits for itself"),
     Case("deadline", 2, "deadlock until a deadline passes: " + TWO),
@@ -187,7 +244,7 @@ TCP = [
 MORE = [
     case
     for case in [*SHM, *TCP]
-    if case.kind in ("tags", "closed", "wait_any", "alarm")
+    if case.kind in ("tags", "closed", "wait_any", "alarm", "persistent", "splits", "pipe")
     or (case.kind != "sends" and case in TCP)
 ]
 """Like others: of the exhaustive tier."""
