@@ -188,8 +188,8 @@ SHM = [
     Case(
         "polls",
         2,
-        "waiting for rank 0, which is asleep",
-        (r"    0     -          asleep \(.*: a pause",),
+        "waiting for rank 0, which is (asleep|running)",
+        (r"    0     -          (asleep|running)\b.*, process ",),
     ),
     Case(
         "awaits",
