@@ -48,7 +48,7 @@ PROGRAMS = [
 ]
 
 
-@sizes(1, 2, 6)
+@sizes(1, 6, more=(2,))
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_on_one_host(ranks: Any, program: Callable[[Comm], None]) -> None:
     ranks(program)

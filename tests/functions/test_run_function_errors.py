@@ -135,9 +135,10 @@ LAST_CALLS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize(
     ("transport", "name"),
     [
-        *(("shm", name) for name in LAST_CALLS),
+        ("shm", "broadcast"),
         ("tcp", "beside requests"),
-        # test_pool.py has these by tcp, too.
+        # test_pool.py has these, too.
+        *(pytest.param("shm", name, marks=exhaustive) for name in [*LAST_CALLS][1:]),
         *(pytest.param("tcp", name, marks=exhaustive) for name in [*LAST_CALLS][:3]),
     ],
 )
@@ -213,7 +214,6 @@ def test_lines_of_a_notebook_are_named_as_ipython_names_them(
 
 DEATHS: list[tuple[Callable[[], object], str]] = [
     (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by signal 9 (SIGKILL)"),
-    (lambda: os._exit(3), "exit status 3"),
     (lambda: sys.exit(3), "exit status 3"),
 ]
 
