@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import select
@@ -10,7 +11,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,24 +72,31 @@ LONGEST = (
     "test_foreign",
     "test_failure",
     "test_failure_of_calls",
-    "test_encryption",
-    "test_bench",
+    "test_shared_arrays_of_others",
     "test_waiting",
-    "test_examples",
-    "test_launcher",
     "test_agents",
+    "test_nodes",
+    "test_status",
+    "test_join",
+    "test_groups",
+    "test_run_function_errors",
+    "test_shared_arrays",
+    "test_transports",
+    "test_examples",
+    "test_bench",
+    "test_encryption",
+    "test_launcher",
     "test_engine_nodes",
     "test_leftovers",
     "test_core_run",
     "test_tcp",
-    "test_transports",
     "test_requests_end",
-    "test_tune",
     "test_pytest_plugin_reports",
-    "test_run_function_errors",
+    "test_pytest_kept_ranks",
+    "test_pool",
+    "test_first_cause",
+    "test_finalize",
     "test_docs_programs",
-    "test_nodes",
-    "test_run_function",
 )
 
 
@@ -105,6 +113,21 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def runs_all(config: pytest.Config) -> bool:
     """Whether no file or folder is named."""
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the cyclic garbage collector away from all tests and their modules.
+
+    There are so many that a search among them takes a quarter of a second. Tests search often, and
+    so does each pytest that runs in one.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def place(stem: str) -> int:
