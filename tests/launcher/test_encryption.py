@@ -123,7 +123,7 @@ assert (big == np.arange(size)[:, None]).all()
     ("size", "options", "found"),
     [
         (2, ("--transport", "zmq"), ("zmq", False)),
-        (2, ("--transport", "zmq", "--encrypt"), ("zmq", True)),
+        pytest.param(2, ("--transport", "zmq", "--encrypt"), ("zmq", True), marks=exhaustive),
         pytest.param(2, ("--encrypt",), None, marks=exhaustive),
         pytest.param(2, ("--encrypt", "--transport", "shm"), None, marks=exhaustive),
         (3, ("--encrypt", "--emulate-hosts", "2"), ("zmq", True)),
