@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from pycoll._calls.numbering import OPS
-from pycoll._runtime.binding import Binding, are_neighbors, fill_all
+from pycoll._runtime.binding import Binding, CoreReduction, are_neighbors, fill_all
 from pycoll._runtime.envelope import COLLECTIVE, KIND_COLLECTIVE, readable
 from pycoll._runtime.external import External, ExternalSchedule
 from pycoll._runtime.scratch import new_bytes
@@ -43,8 +43,7 @@ SEND, RECV, RECV_SCRATCH, REDUCE, COPY, EXTERNAL = range(6)
 NOWHERE, AT_SOURCE, AT_TARGET, IN_OWN = range(4)
 """Where the value of a chunk is, numbered as there."""
 
-NO_REDUCTION = -1, 0, 0
-"""As the core takes a reduction: operator, dtype, and by what a result is divided."""
+NO_REDUCTION: CoreReduction = (-1, 0, 0)
 
 Status = tuple[int, int, int, int]
 """How a run has ended: its status, the rank or chunk at fault, bytes that came, and expected."""
@@ -119,7 +118,7 @@ class CoreRun(Operation):
         ]
         memory = table, list(binding.nbytes), sources, list(binding.target)
         where = (*address, segments, granule)
-        reduction = _reduction_of(binding)
+        reduction = reduction_of(binding)
         self.finish_with = binding.finish if reduction == NO_REDUCTION else None
         self._core = Run(group.context.core, *memory, reduction, *where)
 
@@ -392,7 +391,7 @@ class Segment:
             result = self.destination(chunk)
             operand = incoming[begin : begin + len(result)]
             left, right = (operand, mine) if incoming_first else (mine, operand)
-            if len(result) and combine is not None:
+            if len(result) and callable(combine):
                 combine(left, right, result)
             begin += len(result)
 
@@ -421,9 +420,11 @@ def may_be_offered() -> bool:
     return "pycoll._cuda.copies" in sys.modules and copies.is_in_use()
 
 
-def _reduction_of(binding: Binding) -> tuple[int, int, int]:
-    """Return a reduction as the core takes it; NO_REDUCTION: Python does it."""
+def reduction_of(binding: Binding) -> CoreReduction:
+    """Return a reduction as the core takes it; NO_REDUCTION: Python does it, if there is one."""
     combine, finish = binding.combine, binding.finish
+    if isinstance(combine, tuple):
+        return combine
     if combine is None or not isinstance(combine, operators.Combiner):
         return NO_REDUCTION
     if finish is not None and not isinstance(finish, operators.Finisher):

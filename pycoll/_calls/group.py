@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pycoll._calls.core_runs import CoreRun
     from pycoll._calls.shared_memory import ShmComm
     from pycoll._gpu import cuda_ipc, cuda_ipc_run, staged_run
-    from pycoll._runtime.binding import Binding
+    from pycoll._runtime.binding import Binding, ChunkPlace
     from pycoll._runtime.external import ExternalSchedule
     from pycoll._runtime.task import CallSteps
     from pycoll._selection import select
@@ -51,11 +51,13 @@ class Bound(NamedTuple):
         how: which schedule.
         binding: where its chunks are.
         granule: bytes that stay together in a segment: an element.
+        places: of the chunks; None: they follow from the memory.
     """
 
     how: How
     binding: Binding
     granule: int = 1
+    places: list[ChunkPlace] | None = None
 
 
 IN_SHARED_MEMORY = Choice(SHARED_MEMORY)

@@ -6,6 +6,7 @@ into it. A large array is a bucket alone, and is not copied. All buckets are und
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,22 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pycoll._arrays import conversion, operators
+from pycoll._arrays import conversion, operators, user_operators
 from pycoll._arrays.operators import Op, combiner, finisher
 from pycoll._arrays.value import Value
-from pycoll._calls import int_plans, wide_averages
+from pycoll._calls import packings, wide_averages
 from pycoll._calls.arguments import Target
 from pycoll._calls.call_plan import CallPlan, Route, route_of
 from pycoll._calls.collectives import bind, bind_pieces
 from pycoll._calls.group import Group
-from pycoll._calls.int_plans import GatheredInts
 from pycoll._calls.message_steps import pulled
+from pycoll._calls.number_plans import GatheredInts
 from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.preparing import forced_text
 from pycoll._calls.shared_memory import ShmComm, part_of
 from pycoll._calls.shared_memory_calls import combine, move, serves
 from pycoll._cuda.late_copies import LateCopies
-from pycoll._dtypes import Array, DType
+from pycoll._dtypes import INT64, Array, DType
 from pycoll._runtime.binding import Combine
 from pycoll._runtime.engine import Engine
 from pycoll._runtime.task import CallSteps
@@ -65,6 +66,9 @@ ALONE_IN_SHM_NBYTES = 128 << 10
 
 MAX_BUCKETS = 1 << 16
 """Each, and all ints, is a subcall of the call, which is a 16-bit number in a message."""
+
+LIKE = Value(np.zeros((), np.int64), INT64, "int")
+"""Stands for an int: what an `out` for one must look like."""
 
 ALL_REDUCE, BARRIER = KINDS.index("all_reduce"), KINDS.index("barrier")
 
@@ -197,7 +201,7 @@ class ManyPlan(CallPlan[list[Any]]):
         """Reduce one bucket after the other."""
         _through_core(shm, part_of("many", self.text), self.buckets, self.op)
         if self.ints is not None:
-            move(shm, "all_gather", self.ints.mine, self.ints.rows.memory)
+            move(shm, "all_gather", *_arrays_of(self.ints, shm.size))
 
     def result(self, got: Any, late: LateCopies) -> list[Any]:
         """Return the arrays.
@@ -213,6 +217,13 @@ class ManyPlan(CallPlan[list[Any]]):
 def _choose(group: Group, op: Op, nbytes: int, forced: str | None, shm: bool) -> Choice:
     rank_order, whole = not op.commutative, not op.elementwise
     return group.choose("all_reduce", nbytes, forced, rank_order, whole, shm)
+
+
+def _arrays_of(ints: GatheredInts, size: int) -> tuple[Value, Array]:
+    """Return this rank's ints and where all ranks' come to, as arrays."""
+    mine = np.frombuffer(ints.mine, np.int64).reshape(-1, 2)
+    rows = np.frombuffer(ints.rows, np.int64).reshape(size, *mine.shape)
+    return Value(mine, INT64, "numpy"), rows
 
 
 def _filled(target: Target, place: Array, late: LateCopies) -> Any:
@@ -252,7 +263,7 @@ def prepare_all_reduce_many(
     alone_nbytes = ALONE_IN_SHM_NBYTES if in_shared_memory else ALONE_NBYTES
     if callable(resolved.fn) and (in_shared_memory or resolved.elementwise):
         alone_nbytes = 0  # a function gets all that is combined, or pieces: as one kind
-    arrays = [place for place, value in enumerate(values) if value is not int_plans.LIKE]
+    arrays = [place for place, value in enumerate(values) if value is not LIKE]
     buckets, results = _fill(
         [values[place] for place in arrays], [outs[place] for place in arrays], alone_nbytes
     )
@@ -270,10 +281,15 @@ def prepare_all_reduce_many(
     )
     ints = None
     if len(arrays) < len(values):
-        ints = GatheredInts([x for x in xs if int_plans.is_int(x)], resolved, group.size)
+        fold = None
+        if callable(resolved.fn):
+            call = partial(user_operators.call, resolved.fn, resolved.name)
+            fold = partial(functools.reduce, call)
+        mine = [x for x in xs if packings.is_int(x)]
+        ints = GatheredInts(mine, resolved.name, group.size, fold)
         made, count = iter(results), itertools.count()
         results = [
-            partial(ints.result, text, next(count), out) if value is int_plans.LIKE else next(made)
+            partial(ints.result, text, next(count), out) if value is LIKE else next(made)
             for value, out in zip(values, outs, strict=True)
         ]
     return ManyPlan(group, text, route, values, buckets, results, resolved, algorithm, ints)
@@ -281,7 +297,7 @@ def prepare_all_reduce_many(
 
 def _shown(value: Value) -> tuple[str, tuple[int, ...]]:
     """Return what must be the same on all ranks."""
-    return "int" if value is int_plans.LIKE else value.dtype.name, value.array.shape
+    return "int" if value is LIKE else value.dtype.name, value.array.shape
 
 
 def _listed(xs: Any) -> str:
@@ -299,8 +315,8 @@ def _operand(place: int, x: Any) -> Value:
             f"item {place} is None: a parameter without a gradient? Leave it out, or pass zeros; "
             "the same on all ranks."
         )
-    if int_plans.is_int(x):
-        return int_plans.LIKE
+    if packings.is_int(x):
+        return LIKE
     try:
         return conversion.wrap_operand(x)
     except TypeError as exc:
@@ -387,8 +403,8 @@ def _over_messages(
         runs.append(group.operation((number, subcall), call, how, binding))
     gathering = []
     if ints is not None:
-        chosen = group.choose("all_gather", ints.mine.array.nbytes, None, shm=False)
-        bound = bind(group, "all_gather", Choice(chosen.name), ints.mine, ints.rows.memory)
+        chosen = group.choose("all_gather", len(ints.mine), None, shm=False)
+        bound = bind(group, "all_gather", Choice(chosen.name), *_arrays_of(ints, group.size))
         address = number, len(buckets)
         gathering = [group.operation(address, call, bound.how, bound.binding, bound.granule)]
         gathering[0].start()

@@ -111,10 +111,5 @@ class Preparing:
         return cuda_ipc.is_for_all(group.engine, group.context, x.stage, nbytes, result)
 
 
-def reduction_text(op: Op, choice: Choice) -> str:
-    """Return operator and algorithm as a call's text shows them."""
-    return f"op={op.signature}, algorithm={choice}"
-
-
 def forced_text(algorithm: str | None) -> str:
     return f", algorithm={algorithm}" if algorithm else ""

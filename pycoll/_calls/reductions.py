@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll._calls.preparing import Preparing, reduction_text
+from pycoll._calls.numbering import OPS
+from pycoll._calls.preparing import Preparing
 from pycoll._calls.scheduled import ArrayPlan
 from pycoll._support.lazy_import import LazyModule
 
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
     from pycoll._arrays.operators import Op
     from pycoll._arrays.types import MaybeNone, Reducer, T
     from pycoll._arrays.value import Value
-    from pycoll._calls import arguments, collectives, int_plans, lists, many, object_plans, on_gpus
+    from pycoll._calls import (
+        arguments,
+        collectives,
+        lists,
+        many,
+        number_plans,
+        object_plans,
+        on_gpus,
+        packings,
+    )
     from pycoll._calls.arguments import Target
     from pycoll._calls.call_plan import CallPlan
     from pycoll._selection.select import Choice
@@ -25,12 +35,13 @@ else:  # a program that only calls barrier() imports no NumPy
     collectives = LazyModule("pycoll._calls.collectives")
     conversion = LazyModule("pycoll._arrays.conversion")
     dtypes = LazyModule("pycoll._dtypes")
-    int_plans = LazyModule("pycoll._calls.int_plans")
     lists = LazyModule("pycoll._calls.lists")
     many = LazyModule("pycoll._calls.many")
+    number_plans = LazyModule("pycoll._calls.number_plans")
     object_plans = LazyModule("pycoll._calls.object_plans")
     on_gpus = LazyModule("pycoll._calls.on_gpus")
     operators = LazyModule("pycoll._arrays.operators")
+    packings = LazyModule("pycoll._calls.packings")
     schedules = LazyModule("pycoll.schedules")
 
 
@@ -48,16 +59,16 @@ class Reductions(Preparing):
     ) -> CallPlan[T | MaybeNone]:
         """Prepare a reduce."""
         group, root = self._group, arguments.check_root(root, self._group.size)
-        resolved = operators.resolve(op)
         is_root = group.rank == root
+        number = self._of_number("reduce", x, op, algorithm, out if is_root else None, root)
+        if number is not None:
+            return number
+        resolved = operators.resolve(op)
         if arguments.reduces_objects(x, op):
             arguments.no_out(out if is_root else None)
             _no_algorithm(algorithm)
             text = f"{self._prefix}reduce(object, op={resolved.signature}, root={root})"
             return object_plans.ReducePlan(group, text, x, resolved, root)
-        if int_plans.is_int(x):
-            out, count = (out, group.size) if is_root else (None, None)
-            return self._of_ints("reduce", x, resolved, algorithm, out, count, root)
         value = conversion.wrap_operand(x)
         chosen = self._choose_reduction("reduce", value, resolved, algorithm)
         target = None
@@ -70,15 +81,15 @@ class Reductions(Preparing):
         self, x: T, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
     ) -> CallPlan[T]:
         """Prepare an all_reduce."""
+        number = self._of_number("all_reduce", x, op, algorithm, out)
+        if number is not None:
+            return number
         resolved = operators.resolve(op)
         if arguments.reduces_objects(x, op):
             arguments.no_out(out)
             _no_algorithm(algorithm)
             text = f"{self._prefix}all_reduce(object, op={resolved.signature})"
             return object_plans.AllReducePlan(self._group, text, x, resolved)
-        if int_plans.is_int(x):
-            count = self._group.size
-            return self._of_ints("all_reduce", x, resolved, algorithm, out, count)
         value = conversion.wrap_operand(x)
         chosen = self._choose_reduction("all_reduce", value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape)
@@ -125,6 +136,9 @@ class Reductions(Preparing):
     def _scan(
         self, collective: str, x: Any, op: Reducer, out: Any, algorithm: str | None
     ) -> CallPlan[Any]:
+        number = self._of_number(collective, x, op, algorithm, out)
+        if number is not None:
+            return number
         group, resolved = self._group, operators.resolve(op)
         self._check_algorithm(collective, algorithm)
         if arguments.reduces_objects(x, op):
@@ -132,9 +146,6 @@ class Reductions(Preparing):
             text = f"{self._prefix}{collective}(object, op={resolved.signature})"
             count = group.rank + (collective == "scan")
             return object_plans.AllReducePlan(group, text, x, resolved, count)
-        if int_plans.is_int(x):
-            count = group.rank + (collective == "scan")
-            return self._of_ints(collective, x, resolved, algorithm, out, count)
         value = conversion.wrap_operand(x)
         chosen = self._choose_reduction(collective, value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape)
@@ -149,59 +160,71 @@ class Reductions(Preparing):
         chosen: Choice,
         target: Target | None,
         forced: str | None,
-        root: int | None = None,
+        root: int = 0,
     ) -> CallPlan[Any]:
         """Prepare a collective that combines arrays; `forced`: the caller's algorithm, or None."""
         is_all_reduce = collective == "all_reduce"
         nbytes = value.array.nbytes // (1 if collective != "reduce_scatter" else self._group.size)
         may_use_gpus = on_gpus.applies(self._group, collective, op, value, nbytes, forced, chosen)
         levels = value.array.nbytes if is_all_reduce and self._may_combine(op, value) else None
-        where = "" if root is None else f", root={root}"
-        what = f"{collectives.type_text(value)}, {reduction_text(op, chosen)}{where}"
         reduction = None
         if may_use_gpus:
-            reduction = on_gpus.prepare(self._group, collective, op, value, target, root or 0)
+            reduction = on_gpus.prepare(self._group, collective, op, value, target, root)
         return ArrayPlan(
             self._group,
-            f"{self._prefix}{collective}({what})",
+            self._described(collective, collectives.type_text(value), op.signature, chosen, root),
             self._route(chosen, levels),
             collective,
             chosen,
             value,
             target,
             op,
-            root or 0,
+            root,
             in_pieces=is_all_reduce and self._in_pieces(op, value, target),
             may_use_gpus=may_use_gpus,
             reduction=reduction,
         )
 
-    def _of_ints(
-        self,
-        collective: str,
-        x: Any,
-        op: Op,
-        algorithm: str | None,
-        out: Any,
-        count: int | None,
-        root: int | None = None,
+    def _of_number(
+        self, collective: str, x: Any, op: Reducer, algorithm: str | None, out: Any, root: int = 0
+    ) -> CallPlan[Any] | None:
+        """Prepare a reduction of a Python number without NumPy; None: that is not possible."""
+        packing = packings.packing_of(x) if isinstance(op, str) else None
+        if packing is packings.INT64:
+            return self._of_int(collective, x, op, algorithm, out, root)
+        if packing is None or out is not None or op not in OPS or op in packing.refused:
+            return None
+        group, nbytes = self._group, packing.itemsize
+        any_order = group.shm is not None or type(x) is bool  # see `shared_memory_calls`
+        chosen = self._choose(collective, nbytes, algorithm, shm=any_order)
+        levels = nbytes if collective == "all_reduce" and any_order else None
+        text = self._described(collective, packing.text, op, chosen, root)
+        route = self._route(chosen, levels)
+        return number_plans.PlainPlan(group, text, route, collective, chosen, x, op, root)
+
+    def _of_int(
+        self, collective: str, x: int, op: Any, algorithm: str | None, out: Any, root: int
     ) -> CallPlan[Any]:
-        """Prepare a reduction of Python ints; arguments as of `IntPlan`."""
-        group = self._group
-        operators.check(op, dtypes.INT64, shown="an int")
+        """Prepare a reduction of a Python int."""
+        if op not in number_plans.FOLDS:  # which is an error
+            operators.check(operators.resolve(op), dtypes.INT64, shown="an int")
         self._check_algorithm(collective, algorithm)
-        gathers = collective in ("scan", "exscan") or op.name not in int_plans.MARKS
+        gathers = collective in ("scan", "exscan") or op not in number_plans.MARKS
         runs = "all_gather" if gathers else "all_reduce"
         if algorithm not in ("shared_memory", *schedules.names(runs)):
             algorithm = None
-        ints = int_plans.GatheredInts([x], op, group.size) if gathers else None
-        levels = None if gathers else int_plans.NBYTES
-        chosen = self._choose(runs, int_plans.NBYTES, algorithm)
-        where = "" if root is None else f", root={root}"
-        text = f"{self._prefix}{collective}(int, {reduction_text(op, chosen)}{where})"
-        target = arguments.Target(out, int_plans.LIKE, ()) if out is not None else None
-        route = self._route(chosen, levels)
-        return int_plans.IntPlan(group, text, route, chosen, x, op, ints, target, count)
+        chosen = self._choose(runs, number_plans.INT_NBYTES, algorithm)
+        text = self._described(collective, "int", op, chosen, root)
+        route = self._route(chosen, None if gathers else number_plans.INT_NBYTES)
+        if out is not None:
+            out = arguments.Target(out, conversion.wrap_operand(0), ())
+        return number_plans.IntPlan(
+            *(self._group, text, route, collective, chosen, x, op, gathers, out, root)
+        )
+
+    def _described(self, collective: str, what: str, op: str, chosen: Choice, root: int) -> str:
+        where = f", root={root}" if collective == "reduce" else ""
+        return f"{self._prefix}{collective}({what}, op={op}, algorithm={chosen}{where})"
 
 
 def _no_algorithm(algorithm: str | None) -> None:

@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from pycoll import _dtypes as dtypes
     from pycoll import schedules
     from pycoll._arrays import conversion
+    from pycoll._calls import packings
     from pycoll._cuda.copies import GpuCopy
 else:
     conversion, dtypes = LazyModule("pycoll._arrays.conversion"), LazyModule("pycoll._dtypes")
+    packings = LazyModule("pycoll._calls.packings")
     schedules = LazyModule("pycoll.schedules")
 
 P = ParamSpec("P")
@@ -380,6 +382,9 @@ class ShmComm:
         value = conversion.wrap(x) if x is not None else None
         if value is not None and collective not in ("broadcast", "scatter"):
             words.append(f"{value.dtype}{list(value.array.shape)}")
+        packing = packings.packing_of(x) if collective in schedules.REDUCING else None
+        if packing is not None:
+            words.append(packing.text)
         if counts is not None:
             collective += "v"
             words.append(counts_text(counts))

@@ -81,12 +81,6 @@ def run(shm: ShmComm, plan: ArrayPlan) -> Any:
     return None
 
 
-def exchange(shm: ShmComm, plan: ArrayPlan, salt: int) -> None:
-    """Run a collective on arrays in host memory as a part of another call, with its salt."""
-    op = OPS.index(plan.op.name) if plan.op is not None else 0
-    _run(shm, plan.collective, plan.x, plan.memory, op, plan.root, salt)
-
-
 def _reduce(shm: ShmComm, plan: ArrayPlan, wants: bool | None) -> bool:
     """Reduce in this memory what the core has; with `wants` the ranks ask each other before.
 

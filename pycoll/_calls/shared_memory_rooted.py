@@ -7,7 +7,7 @@ messages.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
@@ -19,9 +19,6 @@ from pycoll._calls.rooted import Announcement
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._calls.shared_memory_calls import type_salt
 from pycoll._selection.select import Choice
-
-if TYPE_CHECKING:
-    from pycoll._dtypes import Array
 
 BROADCAST, SCATTER = KINDS.index("broadcast"), KINDS.index("scatter")
 
@@ -60,14 +57,14 @@ def broadcast(
     return rooted.broadcast_result(result, target, mine)
 
 
-def spread(shm: ShmComm, memory: Array) -> None:
-    """Have rank 0's C-contiguous `memory` on every rank; all know its length."""
-    core, view = shm.core, conversion.as_bytes(memory)
+def spread(shm: ShmComm, memory: memoryview) -> None:
+    """Have the bytes of rank 0's `memory` on every rank; all know their number."""
+    core = shm.core
     if shm.rank == 0:
-        core.announce(None, BROADCAST, 0, 0, _OBJECT, b"", view, None, len(view))
+        core.announce(None, BROADCAST, 0, 0, _OBJECT, b"", memory, None, len(memory))
     else:
         core.hear(None, BROADCAST, 0)
-        core.receive(None, BROADCAST, 0, view)
+        core.receive(None, BROADCAST, 0, memory)
 
 
 def scatter(

@@ -19,18 +19,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec
 
-from pycoll._arrays.operators import Op
+from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
 from pycoll._calls import collectives, shared_memory_calls, shared_memory_rooted
 from pycoll._calls.group import Bound, Group
 from pycoll._calls.shared_memory import ShmComm
 from pycoll._calls.subgroups import child
-from pycoll._dtypes import Array
 from pycoll._runtime.task import Call, CallSteps, caller
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
+    from pycoll._arrays.operators import Op
     from pycoll._calls.call_plan import CallPlan
+    from pycoll._dtypes import Array
 
 
 P = ParamSpec("P")
@@ -159,7 +160,7 @@ def all_reduce(call: TwoLevelCall, x: Value, memory: Array, op: Op) -> None:
     target = memory if call.leads else None
     call.inside(shared_memory_calls.combine, "reduce", x, target, op)
     call.between(_leaders_all_reduce, Value(memory, x.dtype, x.kind), op)
-    call.inside(shared_memory_rooted.spread, memory)
+    call.inside(shared_memory_rooted.spread, conversion.as_bytes(memory))
 
 
 def _leaders_all_reduce(leaders: Group, x: Value, op: Op) -> Bound:

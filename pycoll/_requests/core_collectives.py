@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pycoll import schedules
-    from pycoll._arrays import conversion, operators
+    from pycoll._arrays import conversion
     from pycoll._arrays.value import Value
     from pycoll._calls import arguments, collectives, core_runs, message_steps, rooted, rooted_plans
     from pycoll._calls.group import Bound
     from pycoll._calls.rooted import Announcement
     from pycoll._gpu import staged_run
+    from pycoll._runtime.binding import ChunkPlace
     from pycoll._runtime.context import Context
     from pycoll._transports.base import Parts
 else:
@@ -45,9 +46,8 @@ else:
         LazyModule("pycoll._calls.collectives"),
     )
     rooted_plans = LazyModule("pycoll._calls.rooted_plans")
-    core_runs, operators, message_steps = (
+    core_runs, message_steps = (
         LazyModule("pycoll._calls.core_runs"),
-        LazyModule("pycoll._arrays.operators"),
         LazyModule("pycoll._calls.message_steps"),
     )
     schedules, staged_run = LazyModule("pycoll.schedules"), LazyModule("pycoll._gpu.staged_run")
@@ -235,24 +235,18 @@ class CompiledPlans:
             return None
         if name == "exscan" and group.rank == 0:
             bound = bound._replace(binding=binding._replace(target=[None] * len(binding.target)))
-        places = _places(bound, _elements(x), _elements(result))
+        places = bound.places
+        if places is None:
+            places = _places(bound, _elements(x), _elements(result))
         if places is None:
             return None
         collective, _, *roots = bound.how
         steps = core_runs.steps_of(group.schedule(collective, choice.name, *roots))
-        reduction = core_runs.NO_REDUCTION
-        if name in schedules.REDUCING:
-            reduction = op, plan.x.dtype.code, self._divisor(name, OPS[op])
+        reduction = core_runs.reduction_of(binding)
         text = plan.text.encode()
         return CompiledPlan(
             group.size, steps, places, text, reduction, choice.segments, bound.granule
         )
-
-    def _divisor(self, name: str, op: str) -> int:
-        """Return by what a combined result is divided; 0: nothing is left to do with it."""
-        group = self._group
-        count = {"scan": group.rank + 1, "exscan": group.rank}.get(name, group.size)
-        return count if operators.has_finish(operators.resolve(op), count) else 0
 
     def expected(
         self, name: str, text: bytes, root: int, came: Announcement
@@ -392,11 +386,8 @@ def _offset(view: memoryview | None, within: tuple[int, int]) -> int | None:
     return offset if 0 <= offset <= within[1] - within[0] - len(view) else None
 
 
-def _places(bound: Bound, x: Any, result: Any) -> list[tuple[int, int, int]] | None:
-    """Return for each chunk its length, and where it is in `x` and in the result.
-
-    None: it is not there, or not known.
-    """
+def _places(bound: Bound, x: Any, result: Any) -> list[ChunkPlace] | None:
+    """Return where the chunks are; None: some are elsewhere, or it is not known."""
     source, target = _address(x), _address(result)
     binding = bound.binding
     places = []

@@ -11,6 +11,12 @@ from pycoll._transports.base import Parts
 Combine = Callable[[memoryview, memoryview, memoryview], None]
 """(left, right, out): byte views of equal length; out may be left or right."""
 
+CoreReduction = tuple[int, int, int]
+"""A reduction that the core has: operator, dtype, and by what a result is divided, or 0."""
+
+ChunkPlace = tuple[int, int, int]
+"""Bytes of a chunk, and where it begins in what is passed and in the result; -1: it is not there"""
+
 
 class Binding(NamedTuple):
     """Where the chunks of one run are; lists by chunk.
@@ -31,7 +37,7 @@ class Binding(NamedTuple):
     nbytes: list[int | None]
     source: list[Parts | None]
     target: list[memoryview | None]
-    combine: Combine | None = None
+    combine: Combine | CoreReduction | None = None
     blocks: tuple[memoryview | None, memoryview | None] | None = None
     finish: Callable[[memoryview], None] | None = None
     on_gpu: bool = False

@@ -290,6 +290,17 @@ for _ in comm, comm.dup(), comm.split(0):
     assert comm.sendrecv(rank, (rank + 1) % size, (rank - 1) % size) == (rank - 1) % size
     comm.barrier()
     comm.ibarrier().wait()
+for group in comm, comm.split_by_host(), comm.sub([rank]):  # the second has shared memory
+    n, place = group.size, group.rank
+    for one, op in (1, "sum"), (1.0, "sum"), (1 + 0j, "sum"), (True, "land"):
+        total = n * one if op == "sum" else True
+        named = group.all_reduce(one, op, algorithm="hierarchical")
+        for result in named, group.all_reduce(one, op), group.iall_reduce(one, op).wait():
+            assert (result, type(result)) == (total, type(total))
+        assert group.reduce(one, op, n - 1) == (total if place == n - 1 else None)
+        assert group.scan(one, op) == (place + 1 if op == "sum" else True)
+        assert group.exscan(one, op) == (None if place == 0 else place if op == "sum" else True)
+    assert group.all_reduce(3, "prod") == 3**n and group.all_reduce(3.0, "avg") == 3.0
 error_like(pycoll.OperationTimeout, "recv", comm.recv, others[0], timeout=0.01)
 assert not {"numpy", "dataclasses", "inspect", "statistics", "random"} & {*sys.modules}
 ok()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any
@@ -123,6 +124,54 @@ def test_an_int_that_does_not_fit_is_an_error_on_every_rank(ranks: Any) -> None:
                     with pytest.raises(OverflowError, match=f"{which} does not fit"):
                         call()
             assert group.all_reduce(1) == size
+
+    ranks(program)
+
+
+@of_four
+def test_what_the_core_and_python_reduce_is_one_call(ranks: Any) -> None:
+    class Own(int):
+        """The core leaves it to Python."""
+
+    def program(comm: Any) -> None:
+        for op, fold in OPERATORS.items():
+            for row in ROWS:
+                x = Own(row[comm.rank]) if comm.rank % 2 else row[comm.rank]
+                result = comm.all_reduce(x, op)
+                assert (result, type(result)) == (fold(row), int), (op, row)
+                assert comm.ireduce(x, op, 1).wait() == (fold(row) if comm.rank == 1 else None)
+        for x in (1, 1.5, True, 2j):  # of numbers that travel as arrays, these may be some
+            mixed = np.array(x)[()] if comm.rank == 1 and x != 1 else x
+            assert comm.all_reduce(mixed) == (True if x is True else 4 * x)
+
+    ranks(program)
+
+
+@of_four
+def test_errors_show_the_call(ranks: Any) -> None:
+    def program(comm: Any) -> None:
+        for other, theirs in (1.0, "float64[]"), (np.ones(3, int), "int64[3]"), (None, "barrier"):
+            group = comm.dup()
+            group.barrier()
+
+            def calls(group: Any = group, other: Any = other) -> None:
+                if other is None and comm.rank:
+                    group.barrier()
+                else:
+                    group.all_reduce(1 if comm.rank == 0 else other)
+                group.barrier()
+
+            with pytest.raises(pycoll.MismatchError) as caught:
+                calls()
+            assert re.search(r"all_reduce\(int, op=sum|reduction of Python ints", str(caught.value))
+            assert theirs in str(caught.value)
+        group = comm.dup()
+        group.barrier()
+        if comm.rank == 1:
+            match = r"reduce\(int, op=max, algorithm=\w+, root=1\)"
+            with pytest.raises(pycoll.OperationTimeout, match=match):
+                group.reduce(1, "max", 1, timeout=0.01)
+        comm.barrier()
 
     ranks(program)
 

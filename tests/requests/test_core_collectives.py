@@ -117,6 +117,11 @@ def step():
     assert given.tolist() == [1, 2, 3, 4]
     total = comm.reduce(x, "max", 1, algorithm="tree")
     assert (total is None) if rank == 0 else total.tolist() == [1, 2, 3, 4]
+    for name in None, "ring":
+        assert comm.all_reduce(2**62, algorithm=name) == 2**63
+        assert comm.all_reduce(1.5, algorithm=name) == 3.0
+        assert comm.reduce(rank, "max", 1, algorithm=name and "tree") == (1 if rank else None)
+        assert comm.iall_reduce(-rank).wait() == -1
 
 goes_without_python(step)
 if comm.size == 2:

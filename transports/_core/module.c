@@ -102,6 +102,8 @@ static PyMethodDef methods[] = {
      "Arrays of this NumPy dtype hold elements of that type."},
     {"add_library", pc_add_library, METH_VARARGS,
      "add_library(kind, sample, tell, keep) -> bool: look at arrays of that type directly."},
+    {"int_error", pc_int_error, METH_VARARGS,
+     "int_error(text, which): raise the error of a call with an int that does not fit."},
     {"reduce", (PyCFunction)(void (*)(void))pc_reduce_py, METH_FASTCALL,
      "Reduce arrays, from left to right."},
     {"convert", pc_convert_py, METH_VARARGS, "Convert 16-bit floats to float32, or back."},

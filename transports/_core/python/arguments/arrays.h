@@ -24,6 +24,7 @@ struct pc_array {
     union pc_number {
         double number, parts[2];
         bool truth;
+        int64_t packed[3]; /* of an int */
     } number; /* the memory of a Python number */
 };
 

@@ -134,9 +134,11 @@ static inline bool out_fits(int size, int rank, int kind, const struct pc_array 
 static inline bool is_none(PyObject *value) { return value == NULL || value == Py_None; }
 
 /* What a call takes: an array, or a number to be reduced. */
-static inline int value_of(int kind, PyObject *x, struct pc_array *value) {
-    return pc_reduces(kind) && kind != PC_REDUCE_SCATTER ? pc_operand_of(x, value)
-                                                         : pc_memory_of(x, value);
+static inline int value_of(int kind, int op, PyObject *x, struct pc_array *value) {
+    bool is_in_all_reduce = kind == PC_ALL_REDUCE || kind == PC_REDUCE;
+    return pc_reduces(kind) && kind != PC_REDUCE_SCATTER
+               ? pc_operand_of(x, is_in_all_reduce ? op : -1, value)
+               : pc_memory_of(x, value);
 }
 
 /* Whether nothing is written here: the result is None. */
@@ -150,10 +152,12 @@ static inline bool has_no_result(int rank, int kind, int root) {
    perhaps without an exception: leave it to Python. */
 static inline PyObject *result_for(int size, int rank, int kind, PyObject **values,
                                    const struct pc_array *x, int root, struct pc_array *to) {
-    bool has_none = has_no_result(rank, kind, root);
+    bool has_none = has_no_result(rank, kind, root), is_int = pc_is_int(x);
     to->held.obj = NULL;
     to->data = NULL;
     if (!is_none(values[OUT]) && (!has_none || kind == PC_EXSCAN)) {
+        if (is_int)
+            return NULL; /* is the result one of 64 bits? */
         if (values[OUT] == values[X] ? !pc_target_again(values[OUT], x, to)
                                      : !pc_target_of(values[OUT], to))
             return NULL;
@@ -163,7 +167,7 @@ static inline PyObject *result_for(int size, int rank, int kind, PyObject **valu
         pc_memory_release(to);
         return NULL;
     }
-    if (has_none)
+    if (has_none && !is_int) /* all ranks learn whether all ints fit */
         return Py_NewRef(Py_None);
     if (pc_is_number(x)) {
         to->data = &to->number;

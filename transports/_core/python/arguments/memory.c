@@ -38,7 +38,9 @@ static struct pc_library numbers[] = {
     {.form = NUMBER, .dtype = PC_FLOAT64},
     {.form = NUMBER, .dtype = PC_COMPLEX128},
     {.form = NUMBER, .dtype = PC_BOOL},
+    {.form = NUMBER, .dtype = PC_INT64},
 };
+const struct pc_library *const pc_python_int = &numbers[3];
 
 static const struct pc_library *library_of(PyTypeObject *type) {
     for (int index = 0; index < num_libraries; index++)
@@ -162,7 +164,28 @@ static int of_number(struct pc_array *memory, const struct pc_library *number) {
     return describe(memory, number, &memory->number, number->dtype, 0, NULL);
 }
 
-int pc_operand_of_other(PyObject *x, struct pc_array *memory) {
+static int64_t mark_of_fitting(int op) { return op == PC_BAND ? -1 : 0; }
+
+static int of_int(PyObject *x, int op, struct pc_array *memory) {
+    static const intptr_t dims[] = {2, 3};
+    int overflow;
+    long long number = PyLong_AsLongLongAndOverflow(x, &overflow);
+    if (overflow != 0 || op == PC_PROD || op == PC_AVG || op == PC_BXOR)
+        return 0;
+    if (op >= PC_LAND)
+        number = number != 0;
+    bool is_sum = op == PC_SUM; /* the lower 32 bits, and the others with the sign */
+    int64_t *packed = memory->number.packed;
+    packed[0] = is_sum ? number & 0xFFFFFFFF : number;
+    packed[1] = number >> 32;
+    packed[1 + is_sum] = mark_of_fitting(op);
+    memory->writeable = false;
+    return describe(memory, pc_python_int, packed, PC_INT64, 1, &dims[is_sum]);
+}
+
+int pc_operand_of_other(PyObject *x, int int_op, struct pc_array *memory) {
+    if (PyLong_CheckExact(x))
+        return int_op >= 0 && of_int(x, int_op, memory);
     if (PyFloat_CheckExact(x)) {
         memory->number.number = PyFloat_AsDouble(x);
         return of_number(memory, &numbers[0]);
@@ -235,6 +258,48 @@ PyObject *pc_number_object(int dtype, const union pc_number *number) {
     case PC_COMPLEX128: return PyComplex_FromDoubles(number->parts[0], number->parts[1]);
     default: return PyFloat_FromDouble(number->number);
     }
+}
+
+static PyObject *sum_of_ints(int64_t low, int64_t high) {
+    int64_t total;
+    if (!__builtin_mul_overflow(high, (int64_t)1 << 32, &total) &&
+        !__builtin_add_overflow(total, low, &total))
+        return PyLong_FromLongLong(total);
+    PyObject *parts[] = {PyLong_FromLongLong(high), PyLong_FromLong(32), PyLong_FromLongLong(low)};
+    PyObject *shifted = NULL, *sum = NULL;
+    if (parts[0] != NULL && parts[1] != NULL && parts[2] != NULL)
+        shifted = PyNumber_Lshift(parts[0], parts[1]);
+    if (shifted != NULL)
+        sum = PyNumber_Add(shifted, parts[2]);
+    Py_XDECREF(shifted);
+    for (int index = 0; index < 3; index++)
+        Py_XDECREF(parts[index]);
+    return sum;
+}
+
+PyObject *pc_int_object(int op, const union pc_number *number) {
+    const int64_t *packed = number->packed;
+    if (packed[1 + (op == PC_SUM)] != mark_of_fitting(op))
+        return NULL;
+    return op == PC_SUM ? sum_of_ints(packed[0], packed[1]) : PyLong_FromLongLong(packed[0]);
+}
+
+void pc_raise_int_error(PyObject *text, PyObject *which) {
+    static const char *says =
+        "does not fit into 64 bits, -2**63 to 2**63 - 1. Pass floats, or write "
+        "all_reduce(x, lambda a, b: a + b): functions get ints of any size.";
+    if (text != NULL && which != NULL)
+        PyErr_Format(PyExc_OverflowError, "%U: %U %s", text, which, says);
+    else if (text != NULL)
+        PyErr_Format(PyExc_OverflowError, "%U: an int of another rank %s", text, says);
+}
+
+PyObject *pc_int_error(PyObject *module, PyObject *args) {
+    PyObject *text, *which;
+    (void)module;
+    if (PyArg_ParseTuple(args, "UO", &text, &which))
+        pc_raise_int_error(text, which != Py_None ? which : NULL);
+    return NULL;
 }
 
 /* --- new arrays ------------------------------------------------------------------------------- */

@@ -102,6 +102,7 @@ struct pc_started {
     void *source, *target;
     int number_dtype;         /* the result is a number of that dtype; 0: it is none */
     union pc_number numbers[2]; /* it, and what this rank gives for it */
+    int reduction;            /* operator that combines numbers */
     /* of an announced call: its memory, and where that is its one chunk */
     unsigned char *announcement;
     size_t announcement_nbytes;
@@ -133,7 +134,7 @@ struct pc_collective_call {
     void *source, *target;
     /* x is a number: it, in place of `source`; and of which dtype the result is one, or 0 */
     const union pc_number *number;
-    int number_dtype;
+    int number_dtype, op;
 };
 
 /* collective_run.c: start a call by its plan, which is None, or NULL, if it has none. NULL without

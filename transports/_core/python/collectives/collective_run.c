@@ -251,6 +251,7 @@ struct pc_started *pc_collective_start(pc_collectives *self, PyObject *given,
     started->algorithm = Py_XNewRef(call->algorithm);
     started->is_blocking = call->is_blocking;
     started->number_dtype = call->number_dtype;
+    started->reduction = call->op;
     if (call->number != NULL) { /* numbers are in the call itself */
         started->numbers[1] = *call->number;
         started->source = &started->numbers[1];

@@ -3,6 +3,7 @@
 
 #include "python/arguments/memory.h"
 #include "python/arguments/timeout.h"
+#include "reduce/reduce_kernels.h"
 
 #include <stdlib.h>
 #include <structmember.h>
@@ -14,12 +15,29 @@ static PyTypeObject *collective_type;
 
 void pc_collective_types(PyTypeObject *collective) { collective_type = collective; }
 
+static PyObject *int_of(const struct pc_started *self) {
+    PyObject *result = pc_int_object(self->reduction, &self->numbers[0]);
+    if (PC_UNLIKELY(result == NULL && !PyErr_Occurred())) {
+        PyObject *text = PyUnicode_FromStringAndSize((const char *)self->plan->text,
+                                                     (Py_ssize_t)self->plan->text_nbytes);
+        pc_raise_int_error(text, NULL);
+        Py_XDECREF(text);
+    } else if (result != NULL && self->kind == PC_REDUCE &&
+               self->root != self->collectives->rank) {
+        Py_DECREF(result);
+        result = Py_NewRef(Py_None);
+    }
+    return result;
+}
+
 static PyObject *result_of(struct pc_started *self) {
     if (PC_UNLIKELY(self->status != 0 || !pc_op_is_done(&self->op)))
         return PyObject_CallMethod((PyObject *)self, "_failed", NULL);
     self->collected = 1;
-    return PC_LIKELY(self->number_dtype == 0)
-               ? Py_NewRef(self->result)
+    if (PC_LIKELY(self->number_dtype == 0))
+        return Py_NewRef(self->result);
+    return self->number_dtype == PC_INT64
+               ? int_of(self)
                : pc_number_object(self->number_dtype, &self->numbers[0]);
 }
 

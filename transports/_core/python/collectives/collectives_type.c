@@ -115,7 +115,8 @@ static bool may_start(const pc_collectives *self) {
 }
 
 static void name_array(struct plan_key *key, const struct pc_array *array) {
-    if (pc_is_announced(key->kind)) { /* which says what kind of array it is */
+    /* which says what kind of array it is; an int is no array */
+    if (pc_is_announced(key->kind) || pc_is_int(array)) {
         key->library = array->library;
         key->format = array->library != NULL ? array->format : 0;
     }
@@ -145,6 +146,7 @@ static struct pc_started *start(pc_collectives *self, const struct plan_key *key
         .target_keeper = target_keeper,
         .number = is_number ? &source->number : NULL,
         .number_dtype = is_number && target->data == &target->number ? source->dtype : 0,
+        .op = key->op,
         /* a barrier's chunks are empty, but somewhere */
         .source = key->kind != PC_BARRIER ? source->data : (void *)self,
         .target = target->data};
@@ -194,29 +196,13 @@ static struct pc_started *begin_announced(pc_collectives *self, struct plan_key 
     return started;
 }
 
-/* Numbers go by the plan of arrays without dimensions. */
-static PyObject *plan_of_number(pc_collectives *self, const struct plan_key *key,
-                                PyObject **values, const struct pc_array *x,
-                                const struct pc_array *out, PyObject *result) {
-    PyObject *like[2] = {pc_array_empty(x->dtype, 0, NULL), pc_array_empty(x->dtype, 0, NULL)};
-    PyObject *before = values[X], *plan = NULL;
-    if (like[0] != NULL && like[1] != NULL) {
-        values[X] = like[0];
-        plan = plan_of(self, key, values, out->data == &out->number ? like[1] : result);
-        values[X] = before;
-    }
-    Py_XDECREF(like[0]);
-    Py_XDECREF(like[1]);
-    return plan;
-}
-
 /* The value of a call that is not announced, or its root's. False: leave it to Python. */
 static bool find_value(pc_collectives *self, struct plan_key *key, PyObject **values,
                        struct pc_array *x) {
     int kind = key->kind;
     bool reduces = pc_reduces(kind);
     bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL || kind == PC_SCATTER;
-    if (values[X] == NULL || !value_of(kind, values[X], x))
+    if (values[X] == NULL || !value_of(kind, key->op, values[X], x))
         return false;
     if (x->ndim > PC_PLAN_DIMS || (reduces && pc_reduce_find(key->op, x->dtype) == NULL) ||
         (splits && (x->ndim == 0 || x->dims[0] != self->size))) {
@@ -249,9 +235,8 @@ static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking
                                                          key.root, &out);
     struct pc_started *started = NULL;
     if (result != NULL) {
-        PyObject *plan = PC_LIKELY(!pc_is_number(&x))
-                             ? plan_of(self, &key, values, result)
-                             : plan_of_number(self, &key, values, &x, &out, result);
+        /* numbers go by one plan, wherever the result goes */
+        PyObject *plan = plan_of(self, &key, values, pc_is_number(&x) ? Py_None : result);
         started = start(self, &key, values[X], result, plan, &x, &out, is_none(values[OUT]));
         Py_XDECREF(plan);
         Py_DECREF(result);

@@ -16,6 +16,36 @@ void pc_shared_init(void) {
         pc_op_names[index] = PyUnicode_InternFromString(ops[index]);
 }
 
+#define INTS 5 /* in PARTS in pycoll/_calls/numbering.py */
+
+/* The all_reduce that combines ints for a call of the user's. */
+static pc_collective part_of_ints(const pc_collective *call, const struct pc_array *x) {
+    pc_collective part = pc_part_of(call);
+    part.kind = PC_ALL_REDUCE;
+    part.root = 0;
+    /* as in pycoll/_calls/number_plans.py */
+    uint32_t called = (uint32_t)call->kind << 24 | (uint32_t)call->op << 16 | (uint32_t)call->root;
+    pc_sign_part(&part, (uint64_t)INTS << 32 | called, x->ndim, x->dims);
+    return part;
+}
+
+static PyObject *int_of(const pc_collective *call, const union pc_number *number) {
+    PyObject *result = pc_int_object(call->op, number);
+    bool has_root = call->kind == PC_REDUCE;
+    if (PC_UNLIKELY(result == NULL && !PyErr_Occurred())) {
+        PyObject *text = PyUnicode_FromFormat(
+            has_root ? "reduce(int, op=%U, algorithm=shared_memory, root=%d)"
+                     : "all_reduce(int, op=%U, algorithm=shared_memory)",
+            pc_op_names[call->op], call->root);
+        pc_raise_int_error(text, NULL);
+        Py_XDECREF(text);
+    } else if (has_root && call->root != call->comm->rank && result != NULL) {
+        Py_DECREF(result);
+        result = Py_NewRef(Py_None);
+    }
+    return result;
+}
+
 /* Everything that is neither announced nor a barrier. */
 static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, const struct pc_array *x,
                            int op, int root) {
@@ -39,11 +69,17 @@ static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, const str
                                                kind == PC_REDUCE_SCATTER);
     call.x_object = values[X];
     call.op_object = values[OP];
-    pc_sign(&call, 0, x->ndim, x->dims);
-    result = pc_call_end(&call, pc_exchange_run(&call), result);
+    if (PC_UNLIKELY(pc_is_int(x))) {
+        pc_collective part = part_of_ints(&call, x);
+        result = pc_call_end(&part, pc_exchange_run(&part), result);
+    } else {
+        pc_sign(&call, 0, x->ndim, x->dims);
+        result = pc_call_end(&call, pc_exchange_run(&call), result);
+    }
     if (PC_UNLIKELY(out.data == &out.number) && result != NULL) {
         Py_DECREF(result);
-        result = pc_number_object(x->dtype, &out.number);
+        result = pc_is_int(x) ? int_of(&call, &out.number)
+                              : pc_number_object(x->dtype, &out.number);
     }
 done:
     pc_memory_release(&out);
@@ -158,7 +194,7 @@ static inline PyObject *collective(pc_shared *self, int kind, PyObject *const *a
                 int op = find_op(values[OP]);
                 bool reduces = pc_reduces(kind);
                 bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
-                if (op >= 0 && value_of(kind, values[X], &x)) {
+                if (op >= 0 && value_of(kind, op, values[X], &x)) {
                     if ((!reduces || pc_reduce_find(op, x.dtype) != NULL) &&
                         (!splits || (x.ndim > 0 && x.dims[0] == comm->size)))
                         result = run_array(comm, kind, values, &x, reduces ? op : 0, root);

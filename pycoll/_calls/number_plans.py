@@ -1,0 +1,386 @@
+"""The plans of reductions of Python's numbers: bool, int, float and complex. They need no NumPy.
+
+The core reduces numbers itself where it can (`_core/python/arguments/memory.h`); these plans are
+for what it leaves, and tell it how calls go by messages. A bool, float or complex travels as an
+array of no dimensions, which it may be on another rank.
+
+Ints are exact, or an OverflowError on every rank. An int travels as an int64 and a mark, which says
+whether it fits. So every rank takes the same way whatever its own int is, and all learn that one
+does not fit. Where a reduction of both, in few numbers, has all that is needed, it is an all_reduce
+of these (`MARKS`). For the others (products, which have any length, exclusive or, which loses
+marks, and scans, whose marks must reach the lower ranks, too) every rank gathers all ints, and
+combines them as Python does.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from itertools import pairwise
+from operator import and_, or_, xor
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from pycoll import schedules
+from pycoll._calls import collectives
+from pycoll._calls.call_plan import CallPlan, Route
+from pycoll._calls.group import Bound, Group, How
+from pycoll._calls.numbering import KINDS, OPS, PARTS
+from pycoll._calls.packings import INT64, Packing, packing_of
+from pycoll._runtime.binding import Binding, ChunkPlace
+from pycoll._selection.select import Choice
+from pycoll._support.lazy_import import LazyModule
+from pycoll._transports._core import int_error
+
+if TYPE_CHECKING:
+    from pycoll._calls import shared_memory_rooted
+    from pycoll._calls.arguments import Target
+    from pycoll._calls.shared_memory import ShmComm
+    from pycoll._calls.two_level import TwoLevelCall
+    from pycoll._cuda.late_copies import LateCopies
+    from pycoll._runtime.task import CallSteps
+else:
+    shared_memory_rooted = LazyModule("pycoll._calls.shared_memory_rooted")
+
+MARKS: Final = {
+    **{"sum": (0, 1), "min": (0, -1), "max": (0, 1), "band": (-1, 0), "bor": (0, 1)},
+    **{"land": (0, 0), "lor": (0, 0), "lxor": (0, 0)},
+}
+"""By operator, the mark of an int that fits, and of one that does not.
+
+Combined by that operator, marks are all of the first kind or give something else. Those of ints
+that fit are also in _core/python/arguments/memory.c.
+"""
+
+GATHERED_MARKS: Final = 0, 1
+
+FOLDS: Final[dict[str, Callable[[Sequence[int]], int]]] = {
+    "sum": sum,
+    "prod": math.prod,
+    "min": min,
+    "max": max,
+    "band": partial(reduce, and_),
+    "bor": partial(reduce, or_),
+    "bxor": partial(reduce, xor),
+    "land": min,  # of truths
+    "lor": max,
+    "lxor": partial(reduce, xor),
+}
+"""The operators that take ints."""
+
+INT_NBYTES: Final = 24
+"""An int takes at most so many."""
+
+_LOGICAL: Final = ("land", "lor", "lxor")
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
+
+
+class NumberPlan(CallPlan[Any]):
+    """A reduction of numbers, as one collective on a small array that is packed of them.
+
+    Args:
+        group, text, route: as of `CallPlan`.
+        runs: the collective: a reduction or all_gather.
+        choice: its algorithm.
+        packing: of the numbers.
+        shape: of the array.
+        source: the array's bytes on this rank.
+        target: where the result of `runs` comes to; None: nowhere on this rank.
+        op: what combines; None: it is an all_gather.
+        root: of `runs`.
+        salt: of the call in shared memory (see `shared_memory.part_of`).
+    """
+
+    __slots__ = (
+        *("_choice", "_op", "_packing", "_root", "_runs", "_salt", "_shape"),
+        *("_source", "_target"),
+    )
+
+    def __init__(
+        self,
+        group: Group,
+        text: str,
+        route: Route,
+        runs: str,
+        choice: Choice,
+        packing: Packing,
+        shape: tuple[int, ...],
+        source: bytes,
+        target: bytearray | None,
+        op: str | None,
+        root: int = 0,
+        salt: int = 0,
+    ) -> None:
+        super().__init__(group, text, route)
+        self._runs, self._choice, self._packing, self._shape = runs, choice, packing, shape
+        self._op, self._root, self._salt = op, root, salt
+        self._source = memoryview(source)
+        self._target = memoryview(target) if target is not None else None
+
+    def bind(self) -> Bound:
+        """Return the schedule, with its memory in this plan."""
+        how: How = (self._runs, self._choice)
+        if self._runs in schedules.ROOTED:
+            how = (*how, self._root)
+        return self._bind(how, self._places(self.group, self._choice), self._source)
+
+    def _bind(self, how: How, places: list[ChunkPlace], source: memoryview) -> Bound:
+        target = self._target
+        binding = Binding(
+            nbytes=[nbytes for nbytes, _, _ in places],
+            source=[None if at < 0 else (source[at : at + n],) for n, at, _ in places],
+            target=[
+                None if at < 0 or target is None else target[at : at + n] for n, _, at in places
+            ],
+            combine=self._reduction(),
+        )
+        return Bound(how, binding, self._packing.itemsize, places)
+
+    def _places(self, group: Group, choice: Choice) -> list[ChunkPlace]:
+        """Return where chunks are; see `collectives` for the same of arrays."""
+        nbytes, rank = len(self._source), self.group.rank
+        if self._op is None:
+            return [(nbytes, 0 if i == rank else -1, i * nbytes) for i in range(group.size)]
+        if self._runs == "exscan":
+            return [(nbytes, 0, -1), (nbytes, -1, 0 if rank else -1)]
+        itemsize = self._packing.itemsize
+        count = schedules.find(self._runs, choice.name).chunks(group.size)
+        ends = collectives.piece_ends(nbytes // itemsize, itemsize, count)
+        at_target = self._target is not None
+        return [(end - begin, begin, begin if at_target else -1) for begin, end in pairwise(ends)]
+
+    def _reduction(self) -> tuple[int, int, int] | None:
+        if self._op is None:
+            return None
+        rank = self.group.rank
+        count = {"scan": rank + 1, "exscan": rank}.get(self._runs, self.group.size)
+        has_finish = self._op == "avg" or (count == 1 and self._op in _LOGICAL)
+        return OPS.index(self._op), self._packing.code, count if has_finish else 0
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Run the schedule."""
+        return collectives.run(self.group, signature, self.bind())
+
+    def in_shared_memory(self, shm: ShmComm) -> None:
+        """Exchange them."""
+        self._exchange(shm, self._runs, self._target)
+
+    def _exchange(self, shm: ShmComm, runs: str, target: memoryview | None) -> None:
+        op = OPS.index(self._op) if self._op is not None else 0
+        what = KINDS.index(runs), self._packing.code, op, self._root, self._shape, self._salt
+        shm.core.run(None, *what, self._source, target, len(self._source))
+
+    def in_two_levels(self, levels: TwoLevelCall) -> None:
+        """Combine them on the host, among the leaders, and spread the result, as of an array."""
+        target = self._target
+        assert target is not None
+        if levels.is_alone:
+            target[:] = self._source
+        levels.inside(self._exchange, "reduce", target if levels.leads else None)
+        levels.between(self._leaders, target)
+        levels.inside(shared_memory_rooted.spread, target)
+
+    def _leaders(self, leaders: Group, target: memoryview) -> Bound:
+        choice = leaders.choose("all_reduce", len(target), None, shm=False)
+        return self._bind(("all_reduce", choice), self._places(leaders, choice), target)
+
+
+class PlainPlan(NumberPlan):
+    """A reduction of bools, floats or complex numbers.
+
+    Args:
+        group, text, route, choice: as of `CallPlan`.
+        collective: a reduction.
+        x: this rank's number.
+        op: what combines.
+        root: of a reduce.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        group: Group,
+        text: str,
+        route: Route,
+        collective: str,
+        choice: Choice,
+        x: Any,
+        op: str,
+        root: int = 0,
+    ) -> None:
+        packing = packing_of(x)
+        assert packing is not None
+        parts = (x.real, x.imag) if isinstance(x, complex) else (x,)
+        source = struct.pack(packing.layout, *parts)
+        has_result = collective != "reduce" or group.rank == root
+        target = bytearray(len(source)) if has_result else None
+        array = packing, (), source, target
+        super().__init__(group, text, route, collective, choice, *array, op, root)
+
+    def result(self, got: Any, late: LateCopies) -> Any:
+        """Return the combined number; None where there is none."""
+        if self._target is None or (self._runs == "exscan" and self.group.rank == 0):
+            return None
+        parts = struct.unpack(self._packing.layout, self._target)
+        return parts[0] if len(parts) == 1 else complex(*parts)
+
+
+class GatheredInts:
+    """Ints of all ranks, as many on each, which every rank gathers.
+
+    Args:
+        xs: this rank's.
+        op: name of what will combine them.
+        size: number of ranks.
+        fold: combines several of them; None: as the operator of that name.
+
+    Attributes:
+        mine: what this rank sends, for each int two int64.
+        rows: where all ranks' come to.
+    """
+
+    def __init__(
+        self,
+        xs: Sequence[int],
+        op: str,
+        size: int,
+        fold: Callable[[Sequence[int]], int] | None = None,
+    ) -> None:
+        self.mine = b"".join([struct.pack("2q", *_marked(x, op, GATHERED_MARKS)) for x in xs])
+        self.rows = bytearray(size * len(self.mine))
+        self._xs, self._fold = xs, fold or FOLDS[op]
+
+    def check(self, text: str) -> None:
+        """Check that all ranks' ints fit.
+
+        Raises:
+            OverflowError: one does not; names the call whose text this is.
+        """
+        if any(self._numbers()[1::2]):
+            _refuse(text, self._xs)
+
+    def combined(self, place: int = 0, count: int | None = None) -> int | None:
+        """Return the combination of the first `count` ranks' int at a place; None of no ints."""
+        xs = self._numbers()[2 * place :: 2 * len(self._xs)][:count]
+        return self._fold(xs) if xs else None
+
+    def _numbers(self) -> list[int]:
+        return memoryview(self.rows).cast("q").tolist()
+
+    def result(self, text: str, place: int, out: Target | None, late: LateCopies) -> Any:
+        """Return the combination of all ranks' int at a place, in `out` if there is one."""
+        return _placed(text, self.combined(place), out, late)
+
+
+class IntPlan(NumberPlan):
+    """A reduction of Python ints.
+
+    Args:
+        group, text, route, choice: as of `CallPlan`.
+        collective: what the user has called.
+        x: this rank's int.
+        op: what combines.
+        gathers: all ranks gather the ints; else it is an all_reduce.
+        out: where the result goes; None: it is returned.
+        root: of a reduce.
+    """
+
+    __slots__ = ("_called", "_int", "_ints", "_out")
+
+    def __init__(
+        self,
+        group: Group,
+        text: str,
+        route: Route,
+        collective: str,
+        choice: Choice,
+        x: int,
+        op: str,
+        gathers: bool,
+        out: Target | None,
+        root: int = 0,
+    ) -> None:
+        self._called, self._int, self._out = (collective, root, op), x, out
+        self._ints = ints = GatheredInts([x], op, group.size) if gathers else None
+        if ints is not None:
+            shape: tuple[int, ...] = (1, 2)
+            source, target = ints.mine, ints.rows
+        else:
+            source = packed_int(x, op)
+            shape, target = (len(source) // 8,), bytearray(len(source))
+        # so also in _core/python/exchange/shared_methods.c
+        called = KINDS.index(collective) << 24 | OPS.index(op) << 16 | root
+        super().__init__(
+            *(group, text, route, "all_gather" if gathers else "all_reduce", choice),
+            *(INT64, shape, source, target, None if gathers else op),
+            salt=PARTS.index("ints") << 32 | called,
+        )
+
+    def result(self, got: Any, late: LateCopies) -> Any:
+        """Return the combined int.
+
+        Raises:
+            OverflowError: an int of any rank does not fit, or the result does not fit into `out`.
+        """
+        collective, root, op = self._called
+        rank, size = self.group.rank, self.group.size
+        if self._ints is not None:
+            self._ints.check(self.text)
+            count = {"scan": rank + 1, "exscan": rank}.get(collective, size)
+            total = self._ints.combined(count=count)
+        else:
+            assert self._target is not None
+            *numbers, mark = self._target.cast("q").tolist()
+            if mark != MARKS[op][0]:
+                _refuse(self.text, [self._int])
+            total = numbers[0] if op != "sum" else numbers[0] + (numbers[1] << 32)
+        if collective == "reduce" and rank != root:
+            return None
+        return _placed(self.text, total, self._out, late)
+
+
+def packed_int(x: int, op: str) -> bytes:
+    """Return what is reduced for `x` by an operator of `MARKS`: the number and its mark.
+
+    Of a sum there are two numbers, which cannot overflow: the lower 32 bits, and the others with
+    the sign.
+    """
+    number, mark = _marked(x, op, MARKS[op])
+    if op == "sum":
+        return struct.pack("3q", number & 0xFFFFFFFF, number >> 32, mark)
+    return struct.pack("2q", number, mark)
+
+
+def _placed(text: str, total: int | None, out: Target | None, late: LateCopies) -> Any:
+    """Return a result, in `out` if there is one.
+
+    Raises:
+        OverflowError: it does not fit there.
+    """
+    if out is None or total is None:
+        return total
+    if not _LEAST <= total <= _MOST:
+        raise OverflowError(
+            f"{text}: the result {_shown(total)} does not fit into out, which is int64. "
+            "Leave out away: the result that is returned may be any int."
+        )
+    out.memory[...] = total
+    return out.result(late)
+
+
+def _refuse(text: str, mine: Sequence[int]) -> NoReturn:
+    """Raise the error of a call of which some int does not fit; `mine`: this rank's."""
+    wrong = [x for x in mine if not _LEAST <= x <= _MOST]
+    int_error(text, f"the int {_shown(wrong[0])} of this rank" if wrong else None)
+
+
+def _marked(x: int, op: str, marks: tuple[int, int]) -> tuple[int, int]:
+    """Return what travels of an int, and its mark. Of a logical operator's it is its truth."""
+    number = int(bool(x)) if op in _LOGICAL else int(x)
+    return (number, marks[0]) if _LEAST <= number <= _MOST else (0, marks[1])
+
+
+def _shown(x: int) -> str:
+    return str(x) if x.bit_length() < 200 else f"of {x.bit_length()} bits"
