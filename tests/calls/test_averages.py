@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 WORLDS = {
-    "shm": (3, ("--transport", "shm", "--op-timeout", "inf")),
+    "shm": 3,
     "tcp": (3, ("--transport", "tcp")),
 }
 

@@ -51,7 +51,7 @@ def has_secret_memory() -> bool:
 def test_arrays_that_others_may_not_read_are_streamed(job: Any, size: int) -> None:
     text = """
 import ctypes, mmap, os
-N = 1 << 20
+N = 1 << 18
 fd = ctypes.CDLL(None).syscall(447, 0)  # memfd_secret
 os.ftruncate(fd, 8 * N)
 memory = np.frombuffer(mmap.mmap(fd, 8 * N), "f4")

@@ -25,7 +25,7 @@ from collective_cases import (
     dtype_of,
     reduced,
 )
-from tiers import sizes
+from tiers import few, sizes
 
 from pycoll._calls.numbering import KINDS
 
@@ -286,10 +286,11 @@ def test_lengths_around_every_threshold_are_right(ranks: Any, read_from: int) ->
 
 
 @sizes(2, more=(3,))
-def test_64_mib_arrive_whole(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
+@pytest.mark.parametrize("mib", few([20], [64]))
+def test_many_mib_arrive_whole(ranks: Any, mib: int) -> None:
+    def program(comm: Comm, mib: int) -> None:
         me, size = comm.rank, comm.size
-        count = 2**26 // 8
+        count = mib * 2**20 // 8
         x = np.arange(count, dtype=np.int64) * (me + 1)
         total = comm.all_reduce(x)
         assert np.array_equal(total, np.arange(count) * (size * (size + 1) // 2))
@@ -299,7 +300,7 @@ def test_64_mib_arrive_whole(ranks: Any) -> None:
         block = np.arange(count // size) + me * (count // size)
         assert np.array_equal(rows, np.stack([block * (rank + 1) for rank in range(size)]))
 
-    ranks(program)
+    ranks(program, mib)
 
 
 @sizes(1, 3)

@@ -26,7 +26,7 @@ from tiers import sizes
 import pycoll
 
 
-@sizes(5, more=(1, 2))
+@sizes(3, more=(1, 2, 5))
 def test_objects_travel_through_every_collective_that_takes_them(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me, size = comm.rank, comm.size

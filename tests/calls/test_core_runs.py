@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from pool_scripts import Scripts
 from script_jobs import Jobs
+from tiers import exhaustive
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
 TRANSPORTS = ["shm", "tcp"]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_composite_calls_give_what_numpy_gives(scripts: Scripts, transport: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "transport"),
+    [
+        *((1, "shm"), (3, "shm"), (3, "tcp")),
+        *(
+            pytest.param(size, transport, marks=exhaustive)
+            for size, transport in ((1, "tcp"), *itertools.product((2, 5), TRANSPORTS))
+        ),
+    ],
+)
+def test_composite_calls_give_what_numpy_gives(scripts: Scripts, size: int, transport: str) -> None:
     text = """
 numbers = np.arange(size)
 for turn in range(3):

@@ -13,14 +13,14 @@ import pycoll
 Array = Any
 Comm = Any
 
-WAYS = [(4, ("--transport", "shm")), (4, ("--transport", "tcp")), (2, ("--transport", "zmq"))]
+WAYS: list[Any] = [(4, ()), (4, ("--transport", "tcp")), (2, ("--transport", "zmq"))]
 MORE = [(5, ("--emulate-hosts", "2")), (3, ("--transport", "zmq")), (8, ("--transport", "tcp"))]
 pytestmark = pytest.mark.parametrize(
     "ranks",
     few(WAYS, MORE),
     indirect=True,
     scope="module",
-    ids=[f"{n}-{way[-1]}" for n, way in WAYS + MORE],
+    ids=[f"{n}-{way[-1] if way else 'shm'}" for n, way in WAYS + MORE],
 )
 
 

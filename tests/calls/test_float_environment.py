@@ -17,7 +17,7 @@ from pycoll._selection.costs import CostTable, LinkCosts
 from pycoll._selection.select import Query, Selector
 
 WORLDS = {
-    "shm": (3, ("--transport", "shm", "--op-timeout", "inf")),
+    "shm": 3,
     "tcp": (3, ("--transport", "tcp")),
 }
 

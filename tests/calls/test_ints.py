@@ -15,7 +15,7 @@ import pytest
 import pycoll
 
 OPTIONS = {
-    "shm": ("--transport", "shm", "--op-timeout", "inf"),
+    "shm": (),
     "tcp": ("--transport", "tcp"),
     "two hosts": ("--emulate-hosts", "2"),
 }

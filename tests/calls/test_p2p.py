@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from p2p_cases import LARGE, SMALL, Comm, MiB, check, in_threads, numbered
-from tiers import sizes
+from tiers import few, sizes
 
 import pycoll
 from pycoll import ANY_SOURCE, ANY_TAG, Status
@@ -149,31 +149,32 @@ def test_what_was_sent_may_be_changed_when_send_returns(ranks: Any) -> None:
 
 
 @sizes(2, more=(3,))
-def test_32_mib_go_both_ways_at_once(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
+@pytest.mark.parametrize("mib", few([8], [32]))
+def test_many_mib_go_both_ways_at_once(ranks: Any, mib: int) -> None:
+    def program(comm: Comm, mib: int) -> None:
         me, size = comm.rank, comm.size
-        x = np.arange(4 * MiB) + me
+        x = np.arange(mib * MiB // 8) + me
         right, left = (me + 1) % size, (me - 1) % size
         got = comm.sendrecv(x, right, left, sendtag=me, recvtag=left)
-        np.testing.assert_array_equal(got, np.arange(4 * MiB) + left)
+        np.testing.assert_array_equal(got, np.arange(mib * MiB // 8) + left)
         out = np.zeros_like(x)
         assert comm.sendrecv(x, left, right, out=out) is out
-        np.testing.assert_array_equal(out, np.arange(4 * MiB) + right)
+        np.testing.assert_array_equal(out, np.arange(mib * MiB // 8) + right)
 
-    ranks(program)
+    ranks(program, mib)
 
 
 @sizes(1, more=(2,))
 def test_a_send_to_oneself_is_always_buffered(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me = comm.rank
-        for i, nbytes in enumerate((0, SMALL, LARGE, 32 * MiB)):
+        for i, nbytes in enumerate((0, SMALL, LARGE, 8 * MiB)):
             x = numbered(i, nbytes)
             comm.send(x, me, tag=i)
             x[:] = 255
         comm.send({"an": "object"}, me, tag=9)
         assert comm.recv(me, 9) == {"an": "object"}
-        for i, nbytes in reversed(list(enumerate((0, SMALL, LARGE, 32 * MiB)))):
+        for i, nbytes in reversed(list(enumerate((0, SMALL, LARGE, 8 * MiB)))):
             assert comm.iprobe(me, i) == Status(me, i, nbytes)
             check(comm.recv(tag=i, timeout=0), i, nbytes)
         check(comm.sendrecv(numbered(3, LARGE), me, me), 3, LARGE)

@@ -11,40 +11,38 @@ from typing import Any
 
 import pytest
 from patience import PATIENCE
+from pool_scripts import Scripts
 from script_jobs import all_well
 from shared_memory_jobs import NATIVE, REFUSE
 from tiers import few
 
 
-@pytest.mark.parametrize("transport", ["auto", "shm"])
-def test_ranks_of_one_host_take_shared_memory(job: Any, transport: str) -> None:
+@pytest.mark.parametrize(
+    "options", few([()], [("--transport", "auto")]), ids=["by default", "auto"]
+)
+def test_ranks_of_one_host_take_shared_memory(scripts: Scripts, options: tuple[str, ...]) -> None:
     text = """
 comm.barrier()
 assert core.attached and core.direct
 assert links() == {"shm"}
-check_all(comm)
+check_all(comm, 1 << 21)
 ok()
 """
-    done = job(3, NATIVE + text, "--transport", transport)
-    all_well(done, 3)
+    scripts(3, NATIVE + text, "shm", *options)
 
 
-def test_tcp_can_be_chosen_instead(job: Any) -> None:
+def test_tcp_can_be_chosen_instead(scripts: Scripts) -> None:
     text = """
 assert shm is None and "shm" not in links()
 check_all(comm)
 ok()
 """
-    done = job(2, NATIVE + text, "--transport", "tcp")
-    all_well(done, 2)
+    scripts(2, NATIVE + text, "tcp")
 
 
-def test_without_single_copy_all_goes_through_slots(
-    job: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYCOLL_SINGLE_COPY", "0")
-    done = job(3, NATIVE + "check_all(comm)\nassert core.attached and not core.direct\nok()")
-    all_well(done, 3)
+def test_without_single_copy_all_goes_through_slots(scripts: Scripts) -> None:
+    text = "check_all(comm, 1 << 21)\nassert core.attached and not core.direct\nok()"
+    scripts(3, NATIVE + text, PYCOLL_SINGLE_COPY="0")
 
 
 @pytest.mark.parametrize("refused", [(0, 1, 2), (1,)], ids=["on_all_ranks", "on_one_rank"])
@@ -113,7 +111,9 @@ pycoll.init()
     assert "BootstrapError: the compiled core is of another version of pycoll (" in done.stderr
 
 
-def test_ranks_of_several_hosts_do_without_it_but_the_parts_of_a_host_take_it(job: Any) -> None:
+def test_ranks_of_several_hosts_do_without_it_but_the_parts_of_a_host_take_it(
+    scripts: Scripts,
+) -> None:
     text = """
 assert shm is None
 check_all(comm)
@@ -127,13 +127,12 @@ check_all(across)
 error_like(ValueError, "one host", comm.barrier, algorithm="shared_memory")
 ok()
 """
-    done = job(4, NATIVE + text, "--emulate-hosts", "2")
-    all_well(done, 4)
+    scripts(4, NATIVE + text, "shm", "--emulate-hosts", "2")
 
 
 @pytest.mark.parametrize("times", few([60], [1000]))
 def test_communicators_that_come_and_go_leave_no_memory_descriptor_or_mapping(
-    job: Any, times: int
+    scripts: Scripts, times: int
 ) -> None:
     text = f"""
 x = np.ones(200_000, "f4")
@@ -163,8 +162,7 @@ assert after[1] == before[1], (before, after)
 assert after[2] <= before[2] + 8, (before, after)
 ok()
 """
-    done = job(2, NATIVE + text)
-    all_well(done, 2)
+    scripts(2, NATIVE + text)
 
 
 def test_calls_that_are_repeated_cause_no_page_faults(job: Any) -> None:
@@ -228,7 +226,9 @@ ok()
     all_well(done, 2)
 
 
-def test_one_thread_is_in_native_calls_while_another_one_sends_and_receives(job: Any) -> None:
+def test_one_thread_is_in_native_calls_while_another_one_sends_and_receives(
+    scripts: Scripts,
+) -> None:
     text = """
 other = comm.dup()
 failed = []
@@ -255,12 +255,11 @@ thread.join()
 assert not failed, failed
 ok()
 """
-    done = job(2, NATIVE + text)
-    all_well(done, 2)
+    scripts(2, NATIVE + text)
 
 
 def test_a_native_wait_is_woken_at_once_though_another_thread_sleeps_in_a_receive(
-    job: Any,
+    scripts: Scripts,
 ) -> None:
     text = """
 other, x, out = comm.dup(), np.zeros(1), np.zeros(1)
@@ -283,8 +282,7 @@ slow = [seconds for seconds in took if seconds > 0.09]
 assert len(slow) <= 2, slow
 ok()
 """
-    done = job(2, NATIVE + text)
-    all_well(done, 2)
+    scripts(2, NATIVE + text)
 
 
 @pytest.mark.parametrize("count", [1, 1 << 21], ids=["small", "large"])

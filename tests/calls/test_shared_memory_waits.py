@@ -221,7 +221,7 @@ ok()
     all_well(done, 2)
 
 
-def test_a_timeout_in_a_native_wait_names_the_calls_of_all_ranks(job: Any) -> None:
+def test_a_timeout_in_a_native_wait_names_the_calls_of_all_ranks(scripts: Scripts) -> None:
     text = """
 other, third = comm.dup(), comm.dup()
 for c in other, third:
@@ -245,8 +245,7 @@ else:
 check_all(comm)
 ok()
 """
-    done = job(3, NATIVE + text)
-    all_well(done, 3)
+    scripts(3, NATIVE + text)
 
 
 def test_a_default_deadline_holds_for_native_waits(job: Any) -> None:
@@ -474,7 +473,7 @@ def holders(inodes: set[str]) -> list[str]:
 @pytest.mark.parametrize("options", few([()], [("--no-single-copy",)]), ids=["direct", "slots"])
 def test_random_calls_give_the_right_bits(options: tuple[str, ...]) -> None:
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--seconds", "2", "--ranks", "2,4", "--seed", "7", *options],
+        [sys.executable, SCRIPT, "--seconds", "1", "--ranks", "2,4", "--seed", "7", *options],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

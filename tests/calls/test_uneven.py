@@ -82,7 +82,7 @@ def test_blocks_around_every_limit_arrive(ranks: Any) -> None:
     ranks(program)
 
 
-@sizes(4, more=(2,))
+@sizes(3, more=(2, 4))
 def test_blocks_that_all_have_one_large_length_arrive(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         for length in (*LENGTHS, 2_000_000):

@@ -23,7 +23,7 @@ on_every_way = pytest.mark.parametrize(
         1,
         3,
         (3, ("--transport", "tcp")),
-        (3, ("--transport", "zmq")),
+        (2, ("--transport", "zmq")),
         (3, (), {"PYCOLL_SINGLE_COPY": "0"}),
     ],
     indirect=True,
@@ -79,7 +79,7 @@ def check_filled(got: Any, out: Any, blocks: Sequence[Array]) -> None:
 def test_blocks_come_to_where_they_are_wanted(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me, size = comm.rank, comm.size
-        for shift in range(len(LENGTHS)):
+        for shift in (0, 3):  # of three ranks all lengths, to each of them
             every = [block(rank, 0, shift) for rank in range(size)]
             mine = [block(rank, me, shift) for rank in range(size)]
             sent = [block(me, rank, shift) for rank in range(size)]

@@ -14,22 +14,23 @@ def read_directly(nbytes):
     for kind in range(len(KINDS)):
         _core.set_direct_from(kind, nbytes)
 
-def check_all(comm):
-    "Collectives in every size class, each bit as it should be."
+def check_all(comm, *more):
+    "Collectives of few and many bytes, and of `more` elements, each bit as it should be."
     me, n = comm.rank, comm.size
-    for count in (0, 1, 1000, 20_000, 300_000, 1 << 21):
-        x = np.arange(count, dtype="f4") + me
+    for count in (0, 1, 1000, 20_000, 300_000, *more):
+        all_x = [np.arange(count, dtype="f4") + r for r in range(n)]
+        x = all_x[me]
         out = comm.all_reduce(x, out=np.zeros_like(x))
-        want = np.arange(count, dtype="f4")
-        for r in range(1, n):
-            want = want + (np.arange(count, dtype="f4") + r)
+        want = all_x[0]
+        for each in all_x[1:]:
+            want = want + each
         assert out.tobytes() == want.tobytes(), count
         rows = comm.all_gather(x, out=np.zeros((n, count), "f4"))
-        assert all((rows[r] == np.arange(count, dtype="f4") + r).all() for r in range(n)), count
+        assert all((row == each).all() for row, each in zip(rows, all_x)), count
         got = comm.broadcast(x if me == n - 1 else None, root=n - 1)
-        assert (got == np.arange(count, dtype="f4") + n - 1).all(), count
+        assert (got == all_x[n - 1]).all(), count
         y = x.copy()
-        assert (comm.sendrecv(x, (me + 1) % n, (me - 1) % n, out=y) == x - me + (me - 1) % n).all()
+        assert (comm.sendrecv(x, (me + 1) % n, (me - 1) % n, out=y) == all_x[me - 1]).all()
 
 def fails_soon(reason, call, *args):
     "Rank 0 has entered the call: who needs no more of it than it has given may still finish."
