@@ -181,26 +181,27 @@ static void check_order(int rank) {
 static void take_directly(int rank) {
     int source = (int)below(RANKS), ident = (int)below(IDENTS);
     const struct pc_context *context = ranks[rank].contexts[ident];
-    const unsigned char *header;
-    size_t header_nbytes, nbytes;
+    struct pc_shm_next next;
     if (source == rank || ranks[source].dead || context == NULL || ranks[rank].broken[ident] ||
         pc_match_first_posted(&context->matching) != NULL ||
         pc_match_first_message(&context->matching) != NULL ||
-        pc_link_shm_next(&ranks[rank].shm, source, &header, &header_nbytes, &nbytes) <= 0 ||
-        header[0] != PC_KIND_P2P || header[1] != ident)
+        pc_link_shm_next(&ranks[rank].shm, source, &next) <= 0 ||
+        next.header[0] != PC_KIND_P2P || next.header[1] != ident)
         return;
     uint32_t number;
-    memcpy(&number, header + PC_P2P_NBYTES, 4);
+    memcpy(&number, next.header + PC_P2P_NBYTES, 4);
     check(number < num_messages, "there is no such message", number);
     struct message *message = &messages[number];
     check(message->source == source && message->dest == rank && message->ident == ident &&
               !message->received && !message->cancelled && !message->dropped,
           "a message is taken that should not", number);
-    for (size_t offset = 0; offset < nbytes; offset++)
-        check(header[header_nbytes + offset] == byte_of(number, offset), "a byte is wrong", number);
+    check(next.filled == NULL || pc_load(next.filled) == next.nbytes, "a block is not filled",
+          number);
+    for (size_t offset = 0; offset < next.nbytes; offset++)
+        check(next.payload[offset] == byte_of(number, offset), "a byte is wrong", number);
     message->received = true;
     counts[TAKEN]++;
-    pc_link_shm_took(&ranks[rank].shm, source, nbytes);
+    pc_link_shm_took(&ranks[rank].shm, source, &next);
 }
 
 static void act(int rank, bool may_break) {

@@ -554,8 +554,7 @@ static const struct pc_channel_up shm_up = {arrived,   arrived_in_block, offered
 
 /* --- the direct way --------------------------------------------------------------------------- */
 
-int pc_link_shm_next(struct pc_link_shm *shm, int rank, const unsigned char **message,
-                     size_t *header_nbytes, size_t *nbytes) {
+int pc_link_shm_next(struct pc_link_shm *shm, int rank, struct pc_shm_next *next) {
     int local = shm->local[rank];
     if (local < 0)
         return -1;
@@ -568,20 +567,45 @@ int pc_link_shm_next(struct pc_link_shm *shm, int rank, const unsigned char **me
     int64_t room = pc_ring_peek(&theirs->in, &item);
     if (room == 0)
         return 0;
-    if (room < (int64_t)PC_ITEM_NBYTES || pc_item_kind(item) != PC_EAGER)
+    if (room < (int64_t)PC_ITEM_NBYTES)
         return -1;
-    *message = item->body;
-    *header_nbytes = pc_item_header(item);
-    *nbytes = item->nbytes;
-    return *header_nbytes + *nbytes <= (size_t)room - PC_ITEM_NBYTES ? 1 : -1;
+    size_t before = 0;
+    next->header_nbytes = pc_item_header(item);
+    next->nbytes = item->nbytes;
+    if (PC_LIKELY(pc_item_kind(item) == PC_EAGER)) {
+        before = next->nbytes;
+        next->payload = item->body + next->header_nbytes;
+        next->filled = NULL;
+        next->header = item->body;
+    } else if (pc_item_kind(item) == PC_EAGER_HEAP) {
+        struct pc_block block;
+        before = sizeof block;
+        memcpy(&block, item->body, sizeof block);
+        struct pc_filling *filling = (struct pc_filling *)pc_channel_block_at(
+            theirs, &block, sizeof *filling + next->nbytes);
+        if (filling == NULL)
+            return -1;
+        next->payload = (unsigned char *)(filling + 1);
+        next->filled = &filling->nbytes;
+        next->header = item->body + sizeof block;
+    } else {
+        return -1;
+    }
+    return before + next->header_nbytes <= (size_t)room - PC_ITEM_NBYTES ? 1 : -1;
 }
-
-void pc_link_shm_took(struct pc_link_shm *shm, int rank, size_t nbytes) {
+void pc_link_shm_took(struct pc_link_shm *shm, int rank, const struct pc_shm_next *next) {
     int local = shm->local[rank];
-    struct pc_ring *ring = &shm->channel.peers[local].in;
+    struct pc_peer *theirs = &shm->channel.peers[local];
     struct pc_item *item;
-    pc_channel_use(&shm->channel, local, nbytes);
-    if (pc_ring_consume(ring, pc_ring_peek(ring, &item)))
+    int64_t item_nbytes = pc_ring_peek(&theirs->in, &item);
+    if (next->filled == NULL) {
+        pc_channel_use(&shm->channel, local, next->nbytes);
+    } else {
+        struct pc_block block;
+        memcpy(&block, item->body, sizeof block);
+        pc_channel_consume(&shm->channel, local, next->nbytes, &block);
+    }
+    if (pc_ring_consume(&theirs->in, item_nbytes))
         pc_host_wake(shm->channel.host, local);
 }
 

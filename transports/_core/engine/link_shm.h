@@ -59,13 +59,18 @@ static inline bool pc_link_shm_post(struct pc_link_shm *shm, int rank, const voi
            pc_channel_post(&shm->channel, shm->local[rank], header, header_nbytes,
                            (struct pc_parts){part, 1}, part->iov_len);
 }
-/* The next message of a rank, if it lies in its ring and all that came before has been told:
-   header, then payload. 1; 0: nothing has come; -1: something else has, or must be told before. It
-   stays the next one until `pc_link_shm_took`. */
-int pc_link_shm_next(struct pc_link_shm *shm, int rank, const unsigned char **message,
-                     size_t *header_nbytes, size_t *nbytes);
-/* Its payload was used. */
-void pc_link_shm_took(struct pc_link_shm *shm, int rank, size_t nbytes);
+/* The next message of a rank, if it lies in its ring or in a block, and all that came before has
+   been told. It stays the next one until `pc_link_shm_took`. */
+struct pc_shm_next {
+    const unsigned char *header, *payload;
+    size_t header_nbytes, nbytes;
+    /* bytes of the payload that are there: its sender may still be writing; NULL: all */
+    pc_flag64 *filled;
+};
+/* 1; 0: nothing has come; -1: something else has, or must be told before. */
+int pc_link_shm_next(struct pc_link_shm *shm, int rank, struct pc_shm_next *next);
+/* All of its payload was used. */
+void pc_link_shm_took(struct pc_link_shm *shm, int rank, const struct pc_shm_next *next);
 /* Tell all to whom something was sent that nothing more will come; 0, or -ENOMEM. Then let
    `pc_channel_flush` send what waits for room. */
 int pc_link_shm_goodbye(struct pc_link_shm *shm);

@@ -1,7 +1,8 @@
-/* Short arrays between ranks of one host, sent and received without a request: what a blocking call
-   does first. If it cannot, nothing has happened, and the call goes its usual way. With the
+/* Buffered arrays between ranks of one host, sent and received without a request: what a blocking
+   call does first. If it cannot, nothing has happened, and the call goes its usual way. With the
    interpreter's lock. */
 #include "messages.h"
+#include "base/copy.h"
 
 /* Waits for the next message look so often before the interpreter's lock is given up. */
 #define MOST_LOOKS 1000
@@ -61,6 +62,31 @@ static bool is_wanted(const pc_messages *self, const unsigned char *header, size
            header[18] == incoming->array.dtype && nbytes <= incoming->array.nbytes;
 }
 
+/* Copy a payload while its sender may still be writing it. False: that has paused for longer than
+   `looks`, and the message stays. */
+static bool copy_payload(const struct pc_shm_next *next, unsigned char *to, int looks) {
+    if (next->filled == NULL) {
+        if (next->nbytes > 0)
+            memcpy(to, next->payload, next->nbytes);
+        return true;
+    }
+    size_t copied = 0;
+    for (int look = 0; copied < next->nbytes;) {
+        size_t here = pc_load(next->filled);
+        here = here < next->nbytes ? here : next->nbytes;
+        if (here > copied) {
+            pc_copy(to + copied, next->payload + copied, here - copied);
+            copied = here;
+            look = 0;
+        } else if (look++ < looks) {
+            pc_relax();
+        } else {
+            return false;
+        }
+    }
+    return true;
+}
+
 bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming) {
     pc_engine_object *engine = self->engine;
     const struct pc_context *context;
@@ -68,22 +94,22 @@ bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming
         !enter(self, &context))
         return false;
     int rank = self->members[incoming->source], looks = engine->shm.channel.host->spins, came = 0;
-    const unsigned char *message;
-    size_t header_nbytes, nbytes;
+    struct pc_shm_next next;
     bool is_next = engine->engine.gone[rank] == 0 && engine->links[rank] == &engine->shm.link &&
                    pc_match_first_posted(&context->matching) == NULL &&
                    pc_match_first_message(&context->matching) == NULL;
     for (int look = 0; is_next && came == 0 && look <= looks && look < MOST_LOOKS; look++) {
-        came = pc_link_shm_next(&engine->shm, rank, &message, &header_nbytes, &nbytes);
+        came = pc_link_shm_next(&engine->shm, rank, &next);
         if (came == 0)
             pc_relax();
     }
-    bool taken = came > 0 && is_wanted(self, message, header_nbytes, nbytes, incoming);
+    bool taken = came > 0 &&
+                 is_wanted(self, next.header, next.header_nbytes, next.nbytes, incoming) &&
+                 copy_payload(&next, incoming->array.data, looks);
     if (taken) {
-        if (nbytes > 0)
-            memcpy(incoming->array.data, message + header_nbytes, nbytes);
-        int64_t tag = tag_of(message);
-        pc_link_shm_took(&engine->shm, rank, nbytes);
+        int64_t tag = tag_of(next.header);
+        size_t nbytes = next.nbytes;
+        pc_link_shm_took(&engine->shm, rank, &next);
         pc_count_received(context, rank, nbytes);
         pc_note_message(engine->engine.notes, self->ident, rank, tag, nbytes,
                         PC_NOTED_RECEIVE | PC_NOTED_DONE);
