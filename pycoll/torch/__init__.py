@@ -13,10 +13,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed: so PyTorch does, and the import of this module.
-
-    A second call does nothing.
-    """
+    """Make the backend known to torch.distributed, unless it is: the import does so, too."""
     from torch import distributed
 
     if distributed.is_available() and not hasattr(distributed.Backend, "PYCOLL"):

@@ -129,9 +129,7 @@ class TensorCollectives:
         """Return a new tensor with a row for each of several, one for each rank."""
         lengths = [*map(torch.numel, tensors)]
         if len(lengths) != self._size or len({*lengths}) != 1:
-            raise ValueError(
-                f"not {self._size} tensors of one length: they have {lengths} elements"
-            )
+            raise ValueError(f"not {self._size} tensors of one length, but {lengths} elements")
         return tensors[0].data.new_empty((self._size, lengths[0]))
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors, seconds: float) -> None:

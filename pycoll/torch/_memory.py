@@ -58,10 +58,7 @@ def movable(elements: Any) -> Any:
 
 
 class TensorReduction:
-    """A ReduceOp, and how so many ranks reduce by it: pycoll's operator `name`, and more.
-
-    Of tensors of these `dtypes` the operator is all.
-    """
+    """How so many ranks reduce by a ReduceOp: pycoll's operator `name`, for `dtypes` no more."""
 
     def __init__(self, op: Any, size: int) -> None:
         known = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -73,10 +70,7 @@ class TensorReduction:
         self._size, self._factor = size, None if names else op.factor
 
     def given(self, x: Any, out: Any) -> tuple[Any, Any, Any]:
-        """Return what pycoll takes for x, for the operator, and for out; then `finish` follows.
-
-        `out` may be x, or None on a rank that gets no result.
-        """
+        """Return what pycoll takes for x, operator, out (x, or None: no result); then `finish`."""
         if x.dtype in self.dtypes:
             return x, self.name, out
         source, result = x, out

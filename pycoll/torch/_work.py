@@ -1,9 +1,8 @@
 """What a call gives back to torch.distributed, a Work, and the queue in which collectives run.
 
-PyTorch's ``async_op`` is each rank's own choice, so it must make no difference to what is sent:
-every collective is a blocking call of pycoll's. One that its caller waits for runs at once, in the
-caller's thread, if none is before it. The others run in a thread of the group's, in the order in
-which they were made; who waits for one lends a hand.
+PyTorch's ``async_op`` is each rank's own choice, and makes no difference to what is sent: every
+collective is a blocking call of pycoll's. One that its caller waits for runs at once, in that
+thread, if none is before it. Others run in order in the group's; who waits for one lends a hand.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -28,9 +26,6 @@ from pycoll.torch._memory import land, tensors_of
 NO_LIMIT = timedelta(0)  # how PyTorch says that something has no deadline of its own
 
 _ending = threading.RLock()  # a work ends, or somebody is to be told of it; one comes first
-# Futures run callbacks in the thread that completes them, and a callback may wait for another
-# collective: so these threads do nothing else, and there may be as many as are needed.
-_threads = ThreadPoolExecutor(10_000, "pycoll.torch")
 
 
 class _Translating:
@@ -64,15 +59,13 @@ class GroupWork(Work):
     def wait_until_done(self, seconds: float | None) -> None:
         """Return when it is done, in whatever way; None: however long that takes."""
 
-    def finish(self, error: Exception | None) -> None:
+    def finish(self, error: Exception | None, complete: Callable[..., object]) -> None:
+        """It is done; `complete` is passed what completes the future, if there is one."""
         with _ending:
             self._error, self.is_done = error, True
             has_future = self._future is not None
         if has_future:
-            try:
-                _threads.submit(self._complete)
-            except RuntimeError:  # the interpreter ends
-                self._complete()
+            complete(self._complete)
 
     def _complete(self) -> None:
         if self._error is None:
@@ -140,7 +133,7 @@ class MessageWork(GroupWork):
             if not self.is_done:
                 if error is None and self._place is not None:
                     land(self.filled[0], self._place)
-                self.finish(error)
+                self.finish(error, _in_a_thread)
 
     def get_future(self) -> Any:
         future = super().get_future()
@@ -163,14 +156,13 @@ class CallWork(GroupWork):
     """A collective that a queue runs: a function and its arguments."""
 
     is_done = False
-    _ended: threading.Event | None = None
 
     def __init__(self, queue: CallQueue, filled: Sequence[Any], *call: Any) -> None:
         super().__init__(filled)
         self._queue, self._place = queue, place_of_call()
-        self._call = call
+        self._call, self._ended = call, threading.Event()
 
-    def run(self) -> None:
+    def run(self, complete: Callable[..., object]) -> None:
         """Do it, in this thread; an error is kept for who waits."""
         call, *args = self._call
         self._call = ()  # what it holds is not needed any longer
@@ -182,24 +174,22 @@ class CallWork(GroupWork):
         except Exception as exc:
             error = exc
         finally:
-            self.finish(error)
-            if self._ended is not None:
-                self._ended.set()
+            self.finish(error, complete)
+            self._ended.set()
 
     def wait_until_done(self, seconds: float | None) -> None:
         if seconds is None:
             self._queue.help(self)
-        with _ending:
-            if self.is_done:
-                return
-            self._ended = self._ended or threading.Event()
         if not self._ended.wait(seconds):
             text = f"pycoll: Timed out : waited {seconds:g} s for a collective, which goes on"
             raise DistBackendError(text)
 
 
 class CallQueue:
-    """Runs the calls of a group in order; `name` is that of its thread."""
+    """Runs the calls of a group in order; `name` is that of its thread.
+
+    It leaves its place while it completes a call's future: callbacks may wait for other calls.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -230,32 +220,38 @@ class CallQueue:
             self._waiting.append(work)
             self._added += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
+                self._thread = self._new_thread()
         self._wake()
 
     def help(self, work: CallWork) -> None:
         """Run calls until this one is done, or another thread runs one."""
         while not work.is_done and self._turn.acquire(blocking=False):
             try:
-                self._run_first()
+                self._run_first(_in_a_thread)
             finally:
                 self.done()
 
     def end(self) -> None:
         """Take no more calls; return when all are done."""
         with self._changing:
-            self._has_ended = True
-        if self._thread is not None:
+            self._has_ended, thread = True, self._thread
+        if thread is not None:
             self._wake()
-            self._thread.join()
+            thread.join()
 
-    def _run_first(self) -> None:
+    def _run_first(self, complete: Callable[..., object]) -> None:
         if self._waiting:  # else another thread has run it
             try:
-                self._waiting[0].run()
+                self._waiting[0].run(complete)
             finally:
                 self._waiting.popleft()
+
+    def _new_thread(self) -> threading.Thread | None:
+        if not self._waiting:
+            return None
+        thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+        thread.start()
+        return thread
 
     def _wake(self) -> None:
         if self._sleeps:
@@ -266,9 +262,18 @@ class CallQueue:
         has_run, seen = True, 0
         while self._waiting or not self._has_ended:
             if self._waiting and self._turn.acquire(blocking=False):
-                self._run_first()
+                ended: list[Callable[[], None]] = []
+                self._run_first(ended.append)
                 self._turn.release()
                 has_run = True
+                for complete in ended:
+                    with self._changing:
+                        self._thread = self._new_thread()
+                    complete()
+                    with self._changing:
+                        if self._thread is not None:
+                            return
+                        self._thread = threading.current_thread()
             elif not has_run and seen != self._added:
                 seen = self._added  # their callers have run those: it is not woken for each
                 time.sleep(0.0005)
@@ -278,3 +283,10 @@ class CallQueue:
                 if self._turn.locked() if self._waiting else not self._has_ended:
                     self._wakes.get()
                 self._sleeps = False
+
+
+def _in_a_thread(complete: Callable[[], None]) -> None:
+    try:
+        threading.Thread(target=complete, name="pycoll.torch", daemon=True).start()
+    except RuntimeError:  # the interpreter ends
+        complete()

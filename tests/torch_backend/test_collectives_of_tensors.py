@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,20 @@ def futures_have_the_tensors(dist: Dist, rank: int) -> None:
     received = dist.irecv(y, (rank - 1) % SIZE).get_future()
     dist.isend(torch.full((2,), 7.0), to).get_future().wait()
     equal(received.wait()[0], [7.0, 7.0])
+
+
+def callbacks_may_wait_for_the_next_call(dist: Dist, rank: int) -> None:
+    go = torch.zeros(1)
+    if rank > 0:  # the callback is there before the first call can end
+        dist.recv(go, 0)
+    calls = [dist.all_reduce(torch.ones(1), async_op=True).get_future() for _ in range(2)]
+    next_has_ended = threading.Event()
+    calls[1].then(lambda _: next_has_ended.set())
+    has_waited = calls[0].then(lambda _: next_has_ended.wait(20))
+    if rank == 0:
+        for other in range(1, SIZE):
+            dist.send(go, other)
+    assert has_waited.wait()
 
 
 def broadcast_moves_every_dtype(dist: Dist, rank: int) -> None:
@@ -343,6 +358,7 @@ CHECKS = (
     calls_that_go_on_run_in_order,
     one_rank_waits_and_another_does_not,
     futures_have_the_tensors,
+    callbacks_may_wait_for_the_next_call,
     broadcast_moves_every_dtype,
     gathers_fill_lists_and_tensors,
     scatters_and_reductions_to_one_rank,
