@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from itertools import pairwise
 from operator import and_, or_, xor
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from pycoll import schedules
 from pycoll._calls import collectives
@@ -31,7 +31,7 @@ from pycoll._calls.packings import INT64, Packing, packing_of
 from pycoll._runtime.binding import Binding, ChunkPlace
 from pycoll._selection.select import Choice
 from pycoll._support.lazy_import import LazyModule
-from pycoll._transports._core import int_error
+from pycoll._transports._core import int_error_text
 
 if TYPE_CHECKING:
     from pycoll._calls import shared_memory_rooted
@@ -259,7 +259,7 @@ class GatheredInts:
             OverflowError: one does not; names the call whose text this is.
         """
         if any(self._numbers()[1::2]):
-            _refuse(text, self._xs)
+            raise _too_large(text, self._xs)
 
     def combined(self, place: int = 0, count: int | None = None) -> int | None:
         """Return the combination of the first `count` ranks' int at a place; None of no ints."""
@@ -334,7 +334,7 @@ class IntPlan(NumberPlan):
             assert self._target is not None
             *numbers, mark = self._target.cast("q").tolist()
             if mark != MARKS[op][0]:
-                _refuse(self.text, [self._int])
+                raise _too_large(self.text, [self._int])
             total = numbers[0] if op != "sum" else numbers[0] + (numbers[1] << 32)
         if collective == "reduce" and rank != root:
             return None
@@ -370,10 +370,11 @@ def _placed(text: str, total: int | None, out: Target | None, late: LateCopies) 
     return out.result(late)
 
 
-def _refuse(text: str, mine: Sequence[int]) -> NoReturn:
-    """Raise the error of a call of which some int does not fit; `mine`: this rank's."""
+def _too_large(text: str, mine: Sequence[int]) -> OverflowError:
+    """The error of a call of which some int does not fit; `mine`: this rank's."""
     wrong = [x for x in mine if not _LEAST <= x <= _MOST]
-    int_error(text, f"the int {_shown(wrong[0])} of this rank" if wrong else None)
+    which = f"the int {_shown(wrong[0])} of this rank" if wrong else None
+    return OverflowError(int_error_text(text, which))
 
 
 def _marked(x: int, op: str, marks: tuple[int, int]) -> tuple[int, int]:

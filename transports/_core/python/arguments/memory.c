@@ -284,22 +284,28 @@ PyObject *pc_int_object(int op, const union pc_number *number) {
     return op == PC_SUM ? sum_of_ints(packed[0], packed[1]) : PyLong_FromLongLong(packed[0]);
 }
 
-void pc_raise_int_error(PyObject *text, PyObject *which) {
+static PyObject *int_error_text(PyObject *text, PyObject *which) {
     static const char *says =
         "does not fit into 64 bits, -2**63 to 2**63 - 1. Pass floats, or write "
         "all_reduce(x, lambda a, b: a + b): functions get ints of any size.";
-    if (text != NULL && which != NULL)
-        PyErr_Format(PyExc_OverflowError, "%U: %U %s", text, which, says);
-    else if (text != NULL)
-        PyErr_Format(PyExc_OverflowError, "%U: an int of another rank %s", text, says);
+    if (which != NULL)
+        return PyUnicode_FromFormat("%U: %U %s", text, which, says);
+    return PyUnicode_FromFormat("%U: an int of another rank %s", text, says);
 }
 
-PyObject *pc_int_error(PyObject *module, PyObject *args) {
+void pc_raise_int_error(PyObject *text, PyObject *which) {
+    PyObject *said = text != NULL ? int_error_text(text, which) : NULL;
+    if (said != NULL)
+        PyErr_SetObject(PyExc_OverflowError, said);
+    Py_XDECREF(said);
+}
+
+PyObject *pc_int_error_text(PyObject *module, PyObject *args) {
     PyObject *text, *which;
     (void)module;
-    if (PyArg_ParseTuple(args, "UO", &text, &which))
-        pc_raise_int_error(text, which != Py_None ? which : NULL);
-    return NULL;
+    if (!PyArg_ParseTuple(args, "UO", &text, &which))
+        return NULL;
+    return int_error_text(text, which != Py_None ? which : NULL);
 }
 
 /* --- new arrays ------------------------------------------------------------------------------- */

@@ -90,8 +90,8 @@ PyObject *pc_int_object(int op, const union pc_number *number);
 /* Raise the error of such a call, with its text (NULL: there is an exception already); `which` int
    that is, NULL: one of another rank. */
 void pc_raise_int_error(PyObject *text, PyObject *which);
-/* int_error(text, which): the same, with None for NULL */
-PyObject *pc_int_error(PyObject *module, PyObject *args);
+/* int_error_text(text, which): what that says, with None for NULL */
+PyObject *pc_int_error_text(PyObject *module, PyObject *args);
 
 /* The kind, as `conversion.py` names it: its length. */
 #define PC_MOST_KIND_NBYTES 12
