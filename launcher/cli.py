@@ -169,7 +169,16 @@ def _program(argv: Sequence[str]) -> list[str]:
         )
     if os.path.isdir(argv[0]) and not os.path.exists(os.path.join(argv[0], "__main__.py")):
         raise _UsageError(f"{argv[0]} is a folder without a __main__.py")
+    if _is_machine_code(argv[0]):
+        raise _UsageError(f"{argv[0]} is no Python script: write {_PROGRAM} -- {' '.join(argv)}")
     return [sys.executable, *argv]
+
+
+def _is_machine_code(path: str) -> bool:
+    if os.path.isfile(path):  # what a pipe holds is read once
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            return file.read(4) == b"\x7fELF"
+    return False
 
 
 def _hosts(

@@ -262,6 +262,7 @@ def test_a_program_whose_interpreter_is_not_found_says_so(tmp_path: Path) -> Non
         (["-np", "two", __file__], "at least 1, not 'two'"),
         (["-n"], "expected one argument"),
         (["-n", "2", "no-such-script.py", "--lr", "1"], "no script no-such-script.py"),
+        (["-n", "2", sys.executable, "x.py"], f"write pycoll-run -- {sys.executable} x.py"),
         (["--no-such-option", __file__], "unknown option --no-such-option"),
         (["--time", "3", __file__], "unknown option --time"),
         (["--np", "0", __file__], "at least 1, not '0'"),
