@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -121,6 +122,14 @@ def calls_that_go_on_run_in_order(dist: Dist, rank: int) -> None:
     assert works[0].is_success()
     assert works[1].exception() is None
     equal(works[1].result()[0], [2187.0] * 5)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # the thread of the group cannot run between the two
+    try:
+        first = dist.all_reduce(x, async_op=True)
+        dist.all_reduce(y)
+        assert first.is_completed()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def one_rank_waits_and_another_does_not(dist: Dist, rank: int) -> None:
