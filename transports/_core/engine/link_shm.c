@@ -593,6 +593,7 @@ int pc_link_shm_next(struct pc_link_shm *shm, int rank, struct pc_shm_next *next
     }
     return before + next->header_nbytes <= (size_t)room - PC_ITEM_NBYTES ? 1 : -1;
 }
+
 void pc_link_shm_took(struct pc_link_shm *shm, int rank, const struct pc_shm_next *next) {
     int local = shm->local[rank];
     struct pc_peer *theirs = &shm->channel.peers[local];
