@@ -17,6 +17,7 @@ class RankRecord:
         left: it has finalized.
         noted, raised, aborted: it has sent a message of this kind, which counts once.
         trouble: why it failed or is about to end, while its process lives.
+        cause: of a rank that raised PeerFailed, its message: the failure of which it ends.
         failed: the others were told that it has failed.
         ended: what became of its process; None: it lives.
     """
@@ -31,6 +32,7 @@ class RankRecord:
         self.raised = False
         self.aborted = False
         self.trouble = ""
+        self.cause = ""
         self.failed = False
         self.ended: str | None = None
 
@@ -43,6 +45,10 @@ class RankRecord:
     def takes_part(self) -> bool:
         """Whether others can count on it: it lives, and has neither left nor failed."""
         return self.is_there and not (self.left or self.failed)
+
+    def for_want_of(self) -> str:
+        """Return why it failed if that is another rank's failure, else ""."""
+        return f"{self.trouble}: {self.cause}" if self.cause else ""
 
     def state(self) -> tuple[str, int]:
         """Return what is known of it beside its waits, "" if it is there, and its process."""

@@ -158,7 +158,7 @@ class Server:
             joined = "before all ranks had joined" if entry.peer else "before it joined"
             self._end_meeting(f"rank {rank} ended {joined} the job: {reason}")
         elif not clean:
-            self.fail(rank, reason)
+            self.fail(rank, entry.for_want_of() or reason)
         elif not entry.failed:
             self.push_others(rank, "ended", {"rank": rank, "reason": reason})
             self._lose(f"rank {rank} has ended: {reason}")
@@ -340,10 +340,11 @@ class Server:
                 entry.raised = True
                 self._notices.append(Notice(kind, rank, fields))
                 entry.trouble = f"raised {fields['error']}"
+                entry.cause = fields["why"]
                 if not fields["peer_failed"]:
                     self.fail(rank, entry.trouble, fields["text"])
                 elif fields["needed"] not in (-1, rank):
-                    self._fail_in_need(rank, fields["needed"], fields["why"])
+                    self._fail_in_need(rank, fields["needed"])
             case "abort" if not entry.aborted:
                 entry.aborted = True
                 self._notices.append(Notice(kind, rank, fields))
@@ -415,13 +416,13 @@ class Server:
             self._lose(f"rank {rank} failed: {reason}")
             self._on_failure()
 
-    def _fail_in_need(self, rank: int, needed: int, why: str) -> None:
+    def _fail_in_need(self, rank: int, needed: int) -> None:
         """A rank fails for want of one that has ended well: the others hear the first cause."""
         ended, left = self._ranks[needed].ended, self._ranks[needed].left
         if ended is not None and not left:
             self.fail(needed, ended_in_need(ended, rank))
         elif left:
-            self.fail(rank, f"{self._ranks[rank].trouble}: {why}")
+            self.fail(rank, self._ranks[rank].for_want_of())
 
     def push_others(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
         others = (entry for other, entry in enumerate(self._ranks) if other != rank)

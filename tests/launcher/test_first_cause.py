@@ -92,3 +92,27 @@ raise pycoll.PeerFailed(0, "", text)
     head = cause if "_exit" in ending else "rank 0 failed: raised PeerFailed, exit status 1"
     assert re.sub(" after [0-9.]* s", "", report[0]) == f"pycoll-run: {head}"
     assert report[-2].strip() == f"pycoll.errors.PeerFailed: {first}"
+
+
+def test_a_communicator_without_the_rank_that_was_killed_hears_of_it_all_the_same(job: Any) -> None:
+    done = job(
+        3,
+        """
+import os, signal
+pair = comm.split(rank // 2)
+comm.barrier()
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 0:
+    comm.recv(2)
+error = error_of(pair.recv, 0, within=60)
+assert error.rank == 0
+assert str(error) == (
+    "rank 0 failed: raised PeerFailed: rank 2 failed: killed by signal 9 (SIGKILL)"
+), error
+ok()
+raise error
+""",
+    )
+    assert done.content == [1], done.stderr
+    assert done.status == 137
