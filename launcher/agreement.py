@@ -56,6 +56,16 @@ class Agreements:
             begun = self._open.setdefault(key, _Open(fields["members"], {}))
             begun.given[rank] = fields
 
+    def awaited(self, rank: int, context: Context) -> list[int]:
+        """Return the ranks for which `rank` waits in an agreement on a communicator."""
+        return [
+            member
+            for key, (members, given) in self._open.items()
+            if key[0] == context and rank in given
+            for member in members
+            if member not in given and self._takes_part(member)
+        ]
+
     def decided(self) -> Iterator[Decided]:
         """Take out the agreements that are over by now.
 

@@ -236,7 +236,8 @@ def judge(
     detail = shown.raised.text if shown.raised else stderr_of(shown.rank)
     died_of = [s for s in passed_on if cause.status in (-s, 128 + s) and not cause.signalled]
     hint = _NO_HANDLER.format(signal_name(died_of[0])) if died_of else ""
-    report = _join(head, last_lines(detail), hint, _others(ranks, cause))
+    then = f"then {decision.text}" if decision is not None and decision.table else ""
+    report = _join(head, last_lines(detail), hint, then, _others(ranks, cause))
     return Outcome(
         cause.job_status,
         cause.rank,

@@ -326,6 +326,15 @@ class Server:
         self._push_all(waiting, wire.pack("refused", {"message": message}))
         self._tell_agreed()
 
+    def _needs(
+        self, rank: int, need: tuple[wire.Context, int, list[int]]
+    ) -> list[tuple[wire.Context, int, list[int]]]:
+        """What a rank waits for; of an agreement, each rank that is late is a need of its own."""
+        context, number, _ = need
+        if number != wire.AGREES:
+            return [need]
+        return [(context, -1, [late]) for late in self._agreements.awaited(rank, context)]
+
     def _tell_agreed(self) -> None:
         """Tell what living ranks have agreed on by now; they have heard of all that failed."""
         for fields, ranks, left_out in self._agreements.decided():
@@ -374,7 +383,11 @@ class Server:
             case "running":
                 self.calls.stop(rank)
             case "seen":
-                self.on_seen(rank, fields)
+                options = [
+                    [each for need in option for each in self._needs(rank, need)]
+                    for option in fields["options"]
+                ]
+                self.on_seen(rank, {**fields, "options": options})
             case "agree" if self._met:
                 self._agreements.give(rank, fields)
                 self._tell_agreed()

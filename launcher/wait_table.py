@@ -12,6 +12,7 @@ from pycoll._launcher.outcome import ranks_text
 WIDTH = 100
 PREFIX = "pycoll-run: "
 _MAX_LIST = 24  # characters of a list of ranks
+_MAX_LINES = 3  # of what a rank does that does not wait
 _MAX_ROWS = 10  # of waiting ranks; more are joined by call, and then left out
 _MAX_WORDS = 3  # ranks of a circle that is told in words
 _MAX_CIRCLE = 8  # ranks of a longer one that are named
@@ -114,16 +115,20 @@ def table(heading: str, waiters: Mapping[int, Waiter], others: Mapping[int, str]
     if len(rows) > _MAX_ROWS:
         rows = _rows(waiters, joined=True)
     left_out = sum(len(ranks) for ranks, _, _ in rows[_MAX_ROWS:])
-    cells = [(_listed(ranks), _listed(awaited) or "?", text) for ranks, awaited, text in rows]
-    cells = cells[:_MAX_ROWS]
+    rows = rows[:_MAX_ROWS]
+    waiting = [(_listed(ranks), _listed(awaited) or "?", w) for ranks, awaited, w in rows]
     groups = defaultdict(list)
     for rank, doing in others.items():
         groups[doing].append(rank)
-    for doing, ranks in groups.items():
-        first_line, *more = doing.split("\n")
-        cells += [(_listed(ranks), "-", first_line), *(("", "", line) for line in more)]
-    cells.insert(0, ("rank", "waits for", "in"))
-    first, second = (max(len(cell[i]) for cell in cells) for i in (0, 1))
+    doings = [(_listed(ranks), doing) for doing, ranks in groups.items()]
+    cells = [("rank", "waits for", "in")]
+    first = max(len(row[0]) for row in (*cells, *waiting, *doings))
+    second = max(len(row[1]) for row in (*cells, *waiting))
+    room = WIDTH - 8 - first - second
+    cells += [(ranks, awaited, _cell(w, room)) for ranks, awaited, w in waiting]
+    for ranks, doing in doings:
+        top, *more = [part for line in doing.split("\n") for part in _wrapped(line, room)]
+        cells += [(ranks, "-", top), *(("", "", line) for line in more)]
     lines = [f"    {a:{first}}  {b:{second}}  {text}" for a, b, text in cells]
     if left_out:
         lines.append(f"    and {left_out} more ranks that wait")
@@ -149,8 +154,8 @@ def _legend(waiters: Iterable[Waiter]) -> list[str]:
     return [line] if known else []
 
 
-Row = tuple[list[int], set[int], str]
-"""Ranks that do the same, the ranks they wait for, and what they do."""
+Row = tuple[list[int], set[int], list[Waiter]]
+"""Ranks that do the same, the ranks they wait for, and what each of them does."""
 
 
 def _rows(waiters: Mapping[int, Waiter], joined: bool) -> list[Row]:
@@ -163,21 +168,24 @@ def _rows(waiters: Mapping[int, Waiter], joined: bool) -> list[Row]:
     rows = []
     for ranks in groups.values():
         awaited = set().union(*(waiters[rank].awaited for rank in ranks))
-        rows.append((ranks, awaited, _cell([waiters[rank] for rank in ranks])))
+        rows.append((ranks, awaited, [waiters[rank] for rank in ranks]))
     return rows
 
 
-def _cell(waiters: Sequence[Waiter]) -> str:
+def _cell(waiters: Sequence[Waiter], room: int) -> str:
+    """Say what ranks wait in; if that is too long for its room, its arguments are cut first."""
     one, waited_s = waiters[0], [waiter.waited_s for waiter in waiters]
     low, high = _seconds(min(waited_s)), _seconds(max(waited_s))
     rest = f" at {one.where}, {high if low == high else f'{low}-{high}'} s"
     rest += f", {one.doing}" if one.doing else ""
     name, _, arguments = one.call.partition("(")
     if len({(waiter.call, waiter.which) for waiter in waiters}) > 1:
-        return f"{name}(...){rest}"
-    arguments = re.sub(r",? ?algorithm=[^,)]*", "", arguments).rstrip(")")
-    room = WIDTH - 25 - len(name) - len(one.which) - len(rest)
-    return f"{name}({_cut(arguments, room)}){one.which}{rest}"
+        return f"{_cut(f'{name}(...)', room - len(rest))}{rest}"
+    arguments, _, number = arguments.rpartition(")")
+    arguments = re.sub(r",? ?algorithm=[^,)]*", "", arguments)
+    rest = f"{one.which}{rest}"
+    arguments = _cut(arguments, room - len(f"{name}(){number}{rest}"))
+    return f"{_cut(f'{name}({arguments}){number}', room - len(rest))}{rest}"
 
 
 def _seconds(seconds: float) -> str:
@@ -196,3 +204,9 @@ def _listed(ranks: Iterable[int]) -> str:
 def _cut(text: str, width: int) -> str:
     width = max(width, 12)
     return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    import textwrap  # not sooner: few jobs need a table
+
+    return textwrap.wrap(text, width, max_lines=_MAX_LINES, placeholder=" ...") or [""]

@@ -57,6 +57,9 @@ WIRE_VERSION = 6
 MAX_FRAME_NBYTES = 16 << 20
 MAX_INFO_NBYTES = 64 << 10
 
+AGREES = -2
+"""In place of the number of a call that a wait needs: all of the ranks that live must agree."""
+
 Context = int | str | bytes
 """The name of a communicator; no two in a job have the same one."""
 

@@ -381,7 +381,8 @@ def _wait_for(
             return
         several = Several(waiting, needed)
     first = waiting[0].call
-    call = Call(f"{what} of {len(waiting)} requests, first {first}", -1, first.context)
+    count = f"{len(waiting)} request{'s' * (len(waiting) > 1)}"
+    call = Call(f"{what} of {count}, first {first.numbered}", -1, first.context)
     try:
         engine.wait(several, call, seconds)
     finally:

@@ -33,14 +33,21 @@ class Call(NamedTuple):
         return f"{self.text}{self._place()}"
 
     @property
+    def numbered(self) -> str:
+        """Its text and number, without its communicator."""
+        return f"{self.text}{self._number()}"
+
+    @property
     def short(self) -> str:
         """Its name and number, without its arguments."""
         return f"{self.text.partition('(')[0]}{self._place()}"
 
+    def _number(self) -> str:
+        return f" #{self.number}" if self.number >= 0 else ""
+
     def _place(self) -> str:
-        number = f" #{self.number}" if self.number >= 0 else ""
         on = f" on {self.context.name}" if self.context.name != "world" else ""
-        return f"{number}{on}"
+        return f"{self._number()}{on}"
 
 
 class Task(Operation):

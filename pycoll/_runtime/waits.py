@@ -19,12 +19,15 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from pycoll._rendezvous.client import Client as Control
+from pycoll._rendezvous.wire import AGREES
+from pycoll._runtime.agreement import Agreement
 from pycoll._runtime.task import Call, Several, caller, caller_or_thread
 from pycoll._support.environment import warn_after
 from pycoll._transports.base import Operation
 
 Need = tuple[int, int, list[int]]
-"""A communicator, the number of a collective call on it or -1, and ranks: see `deadlock.Need`."""
+"""A communicator, the number of a collective call on it, -1 or AGREES, and ranks: see
+`deadlock.Need`."""
 
 Options = list[list[Need]]
 """What a wait needs: all of one of these. Empty: that is not known."""
@@ -221,6 +224,8 @@ def _once(needs: list[Need]) -> list[Need]:
 
 def _needs(operation: Operation, call: Call) -> list[Need]:
     context, ranks = call.context, set(operation.awaited())
+    if isinstance(operation, Agreement):
+        return [(context.ident, AGREES, sorted(ranks))]
     if call.number >= 0:
         rank = context.members.index(context.me)
         ranks |= {context.members[other] for other in needed(call, rank)}

@@ -237,14 +237,16 @@ ok()
 def test_the_deadline_of_a_wait_leaves_its_request(scripts: Scripts, transport: str) -> None:
     text = f"""{CALLS}
 x, out = np.ones(3), np.zeros(3)
-again = comm.persistent.all_reduce(x, out=out)
-for begin in (lambda: comm.iall_reduce(x, out=out), again.start):
+dp = comm.dup(name="dp")
+again = dp.persistent.all_reduce(x, out=out)
+for begin in (lambda: dp.iall_reduce(x, out=out), again.start):
     if rank == 0:
         request = begin()
         for seconds in (0, 0.02, 0.15):
             ends_in_time("iall_reduce", lambda: request.wait(seconds), seconds)
             several = lambda: pycoll.wait_all([request], seconds)
-            ends_in_time("wait_all of 1 requests, first iall_reduce", several, seconds)
+            ends_in_time("wait_all of 1 request, first iall_reduce", several, seconds)
+        error_like(pycoll.OperationTimeout, r"first iall_reduce\\([^)]*\\) #\\d+ on dp at ", several)
         comm.send("come", 1)
     else:
         comm.recv(0)

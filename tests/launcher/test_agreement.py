@@ -183,6 +183,17 @@ def test_a_rank_that_leaves_instead_is_left_out_and_nobody_waits_for_it() -> Non
             assert world.ranks[0].members == world.ranks[1].members == (0, 1)
 
 
+def test_who_has_agreed_waits_for_those_who_live_and_have_not() -> None:
+    gone: set[int] = set()
+    agreements = Agreements(lambda rank: rank not in gone)
+    for index in 0, 1:
+        agreements.give(index, dict(posted(index, Rank(("agree()",), True, (0, 1, 2, 3)))))
+    assert agreements.awaited(0, WORLD) == agreements.awaited(1, WORLD) == [2, 3]
+    gone.add(3)
+    assert agreements.awaited(0, WORLD) == [2]
+    assert agreements.awaited(0, "another") == agreements.awaited(2, WORLD) == []
+
+
 def test_ranks_that_call_different_things_are_all_told_so() -> None:
     ends, _ = all_ends(start([("agree()",), ("shrink()",)], [True] * 2, 0))
     assert len({world.ranks for world in ends}) == 1

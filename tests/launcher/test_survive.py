@@ -235,6 +235,33 @@ signal.pause()
     assert "the others go on" not in done.stderr.splitlines()[1]
 
 
+def test_ctrl_c_says_what_the_others_wait_in_who_have_gone_on(job: Any) -> None:
+    done = job(
+        3,
+        """
+pair = comm.split(rank // 2)
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+peer_failed(2, SIGKILL, comm.barrier)
+if rank == 1:
+    pair.agree(True)
+comm = pair
+await_table((1, "agree"))
+os.kill(os.getppid(), signal.SIGINT)
+signal.pause()
+""",
+        "--survive",
+    )
+    assert done.status == 137, done.stderr  # of the first failure, as nobody has shrunk
+    assert re.search(
+        r"\npycoll-run: rank 2 failed after .*: killed by signal 9 \(SIGKILL\)\n"
+        r"pycoll-run: then ended by SIGINT after .* s; what each rank did:\n"
+        r"    rank 0: .*\n"
+        r"    rank 1: agree\(\) .* at script.py:\d+, for .* s\n",
+        done.stderr,
+    ), done.stderr
+
+
 @exhaustive  # it takes two seconds by itself
 def test_a_rank_that_is_lost_before_all_have_met_ends_the_job(job: Any) -> None:
     init = "import time\nif os.environ['PYCOLL_RANK'] == '1':\n    sys.exit(4)\n"

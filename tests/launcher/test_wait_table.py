@@ -48,6 +48,28 @@ def test_communicators_are_named_with_their_ranks() -> None:
     ]
 
 
+def test_long_calls_keep_where_they_are_and_long_states_go_on_in_the_next_line() -> None:
+    call = "wait_all of 12 requests, first iall_reduce(float64[1000], op=sum, algorithm=ring) #17"
+    where = {"where": "a_program_with_a_long_name.py:117", "which": " on dp (2)", "name": "dp (2)"}
+    state = "asleep (futex_do_wait: for a lock, or another thread), its main thread has ended"
+    waiters = {0: waiter("recv(source=1)", {1}), 1: waiter(call, {2}, **where)}
+    lines = table("", waiters, {2: f"{state}, process 123456\nnot finished: recv"})
+    assert lines[3:-1] == [
+        "    1     2          wait_all of 12 requests... on dp (2) "
+        "at a_program_with_a_long_name.py:117, 30 s",
+        "    2     -          asleep (futex_do_wait: for a lock, or another thread), its main "
+        "thread has",
+        "                     ended, process 123456",
+        "                     not finished: recv",
+    ]
+    assert max(map(len, lines)) <= WIDTH
+    shorter = waiter("wait_all of 2 requests, first irecv(source=1, tag=3) #4", {1})
+    assert table("", {0: shorter}, {})[2] == (
+        "    0     1          wait_all of 2 requests, first irecv(source=1, tag=3) #4 "
+        "at train.py:31, 30 s"
+    )
+
+
 def test_headings() -> None:
     assert deadlock_text([4], False) == "deadlock: rank 4 waits for itself"
     assert deadlock_text([0, 1], True).startswith("deadlock until a deadline passes: rank 0 ")

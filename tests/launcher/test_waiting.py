@@ -61,6 +61,8 @@ elif kind == "a part of a call":  # of a 56th call of this size all tell how lon
 elif kind == "two dups":
     first, second = comm.dup(), comm.dup()
     (first if rank else second).barrier()
+elif kind == "agreement of some":
+    comm.agree(True) if rank != 2 else comm.barrier()
 elif kind == "closed":
     closed = comm.dup()
     closed.barrier()
@@ -75,6 +77,7 @@ elif kind == "any source":
 elif kind == "wait":
     comm.ibarrier().wait() if rank else comm.recv(1)
 elif kind == "wait_all":
+    comm = comm.dup(name="dp")
     pycoll.wait_all([comm.isend(large, other, tag=1), comm.irecv(other, tag=2)])
 elif kind == "wait_any":
     pycoll.wait_any([comm.irecv(other, tag=1), comm.irecv(other, tag=2)])
@@ -179,10 +182,18 @@ SHM = [
         r"barrier\(\) #0 on dup of world \(2\) at",
         r"    dup of world \(1\): ranks 0-1; dup of world \(2\): ranks 0-1",
     ),
+    Case(
+        "agreement of some",
+        4,
+        "deadlock: rank 0 waits for 2, which waits for 0",
+        (r"    0-1, 3  2          agree\(\) at", r"    2       0-1, 3     barrier\(\) #1 at"),
+    ),
     deadlock("closed", r"    1     0          barrier\(\) #1 on dup of world at"),
     deadlock("any source", r"    0     1-2        recv\(source=ANY", size=3),
     deadlock("wait", r"ibarrier\(\) #1 at"),
-    deadlock("wait_all", "wait_all of 2 requests, first i"),
+    deadlock(
+        "wait_all", r"wait_all of 2 requests, first i[^ ]*(, [^ ]*)* on dp at script.py:\d+, "
+    ),
     deadlock("wait_all of many", "wait_all of 40 requests, first irecv"),
     deadlock("persistent", r"irecv\(source=1, .*\) at script.py"),
     Case(
