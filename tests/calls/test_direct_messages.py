@@ -126,6 +126,31 @@ ok()
     scripts(size, text)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_was_sent_may_be_changed_at_once(scripts: Scripts, size: int) -> None:
+    """Whoever has copied it by then: the receiver from there, or the sender into its heap."""
+    text = """
+draw = np.random.default_rng(7)
+lengths = draw.choice([12_000, 12_288, 20_000, 40_000, 65_536], 1_000)
+late, plain = draw.random(1_000) < 0.2, draw.random(1_000) < 0.9
+x, out = np.empty(65_536, "u1"), np.empty(65_536, "u1")
+for turn, n in enumerate(lengths):
+    if rank == 0:
+        x[:n] = turn % 251
+        comm.send(x[:n], 1)
+        x[:n] = 255
+        comm.recv(1)
+    elif rank == 1:
+        while late[turn] and comm.iprobe(0) is None:
+            pass
+        got = comm.recv(0, out=out[:n]) if plain[turn] else comm.recv(0)
+        comm.send(None, 0)
+        assert (got == turn % 251).all(), (turn, n)
+ok()
+"""
+    scripts(size, text)
+
+
 def test_a_rank_that_dies_ends_the_receive_of_another(job: Jobs) -> None:
     text = """
 if rank == 1:

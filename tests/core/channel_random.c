@@ -54,7 +54,8 @@ static void start_send(int source, int dest) {
     send->owner = place;
     counts[ALL]++;
     if (below(4) > 0 &&
-        pc_channel_post(channel, dest, header, header_nbytes, send->parts, send->nbytes)) {
+        pc_channel_post(channel, dest, header, header_nbytes, send->parts, send->nbytes,
+                        send->parts.num_parts == 1)) {
         pc_channel_send_free(channel, send);
         counts[POSTED]++;
         return;

@@ -2,8 +2,9 @@
 
        channel_tsan MESSAGES SEED
 
-   The sender sends numbered messages of random kinds: in the ring, in blocks of a heap, and as
-   transfers that both copy. Either side gives up at random. The receiver checks every byte, sleeps
+   The sender sends numbered messages of random kinds: in the ring, in blocks of a heap, some of
+   which offer its own memory first, and as transfers that both copy. Either side gives up at
+   random. The receiver checks every byte, sleeps
    when nothing is there, and writes to its memory whenever the protocol says that nobody else does;
    so does the sender with its own. */
 #include "host/heap.h"
@@ -13,6 +14,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -33,7 +35,7 @@ static unsigned char *there, *back, *heap;
 static struct side *sides;
 static int doorbells[2];
 static uint64_t messages;
-static uint64_t counts[4]; /* for the reader of the output: what happened how often */
+static uint64_t counts[6]; /* for the reader of the output: what happened how often */
 
 static void fail(const char *what, uint64_t number) {
     fprintf(stderr, "channel_tsan: %s (message %llu)\n", what, (unsigned long long)number);
@@ -54,6 +56,17 @@ static void check(const unsigned char *memory, size_t nbytes, uint64_t number) {
     for (size_t index = 0; index < nbytes; index++)
         if (memory[index] != number % 251)
             fail("the payload is wrong", number);
+}
+
+/* Memory that is offered may be read when it is the sender's again: nobody uses what was read. */
+static void fill_offered(unsigned char *memory, size_t nbytes, uint64_t number) {
+    for (size_t index = 0; index < nbytes; index++)
+        __atomic_store_n(memory + index, (unsigned char)(number % 251), __ATOMIC_RELAXED);
+}
+
+static void copy_offered(unsigned char *into, const unsigned char *memory, size_t nbytes) {
+    for (size_t index = 0; index < nbytes; index++)
+        into[index] = __atomic_load_n(memory + index, __ATOMIC_RELAXED);
 }
 
 /* --- sleeping, as pc_host_sleep and pc_host_wake do it ---------------------------------------- */
@@ -108,7 +121,19 @@ static void send_small(struct sender *sender, uint64_t number) {
     publish(sender, item, SMALL, nbytes, PC_ITEM_NBYTES + nbytes);
 }
 
-static void send_block(struct sender *sender, uint64_t number) {
+/* Whether the receiver has copied what is offered before the sender is out of patience. */
+static bool was_copied(struct sender *sender, struct pc_filling *filling) {
+    for (uint64_t left = next_random(&sender->random) % 4 * 2000; left > 0; left--) {
+        if (pc_load(&filling->direct) == PC_DIRECT_COPIED)
+            break;
+        pc_relax();
+    }
+    bool copied = !pc_filling_take_back(filling);
+    counts[copied ? 4 : 5]++;
+    return copied;
+}
+
+static void send_block(struct sender *sender, uint64_t number, unsigned char *memory) {
     size_t nbytes = next_random(&sender->random) % 60000;
     struct pc_block block;
     uint32_t unit;
@@ -117,10 +142,19 @@ static void send_block(struct sender *sender, uint64_t number) {
         sched_yield();
     pc_heap_name(sender->heap, unit, &block);
     struct pc_filling *filling = (struct pc_filling *)pc_heap_at(heap, unit);
-    atomic_store_explicit(&filling->nbytes, 0, memory_order_relaxed);
+    bool offers = next_random(&sender->random) % 2;
+    pc_filling_begin(filling, offers, (uintptr_t)memory);
+    if (offers)
+        fill_offered(memory, nbytes, number);
     struct pc_item *item = reserve(sender, PC_ITEM_NBYTES + sizeof block);
     memcpy(item->body, &block, sizeof block);
     publish(sender, item, BLOCK, nbytes, PC_ITEM_NBYTES + sizeof block);
+    if (offers) {
+        bool copied = was_copied(sender, filling);
+        fill_offered(memory, nbytes, number + 1); /* it is ours again */
+        if (copied)
+            return;
+    }
     for (size_t filled = 0; filled < nbytes;) {
         size_t piece = nbytes - filled < 8192 ? nbytes - filled : 8192;
         fill((unsigned char *)(filling + 1) + filled, piece, number);
@@ -201,7 +235,7 @@ static void send_large(struct sender *sender, uint64_t number, unsigned char *me
 static void *send_all(void *argument) {
     static struct pc_heap blocks;
     struct sender sender = {.heap = &blocks, .random = *(uint64_t *)argument};
-    unsigned char *memory = malloc(LARGE);
+    unsigned char *memory = malloc(LARGE), *offered = malloc(LARGE);
     blocks.base = heap;
     pc_ring_open(&sender.out, there, RING_NBYTES);
     pc_ring_open(&sender.in, back, RING_NBYTES);
@@ -210,13 +244,14 @@ static void *send_all(void *argument) {
         if (which < 10)
             send_small(&sender, number);
         else if (which < 13)
-            send_block(&sender, number);
+            send_block(&sender, number, offered);
         else
             send_large(&sender, number, memory);
     }
     struct pc_item *item = reserve(&sender, PC_ITEM_NBYTES);
     publish(&sender, item, END, 0, PC_ITEM_NBYTES);
     free(memory);
+    free(offered);
     return NULL;
 }
 
@@ -334,7 +369,20 @@ static void *receive_all(void *argument) {
             if (!pc_block_valid(&block, sizeof(struct pc_filling) + item->nbytes))
                 fail("there is no such block", number);
             struct pc_filling *filling = (struct pc_filling *)pc_heap_at(heap, block.unit);
-            for (size_t done = 0; done < item->nbytes;) {
+            size_t done = 0;
+            if (next_random(&receiver.random) % 4 > 0 &&
+                pc_filling_step(filling, PC_DIRECT_OFFERED, PC_DIRECT_TAKEN)) {
+                copy_offered(receiver.into, (unsigned char *)(uintptr_t)filling->address,
+                             item->nbytes);
+                bool can = next_random(&receiver.random) % 8 > 0;
+                if (pc_filling_step(filling, PC_DIRECT_TAKEN,
+                                    can ? PC_DIRECT_COPIED : PC_DIRECT_NO) &&
+                    can) {
+                    check(receiver.into, item->nbytes, number);
+                    done = item->nbytes;
+                }
+            }
+            while (done < item->nbytes) {
                 size_t filled = pc_load(&filling->nbytes);
                 check((unsigned char *)(filling + 1) + done, filled - done, number);
                 done = filled;
@@ -387,8 +435,11 @@ int main(int count, char **arguments) {
     pthread_create(&threads[1], NULL, receive_all, &seeds[1]);
     for (int who = 0; who < 2; who++)
         pthread_join(threads[who], NULL);
-    printf("watched %llu, withdrawn %llu, taken back %llu, told %llu\n",
+    printf("watched %llu, withdrawn %llu, taken back %llu, told %llu, copied %llu, filled %llu\n",
            (unsigned long long)counts[0], (unsigned long long)counts[1],
-           (unsigned long long)counts[2], (unsigned long long)counts[3]);
+           (unsigned long long)counts[2], (unsigned long long)counts[3],
+           (unsigned long long)counts[4], (unsigned long long)counts[5]);
+    if (messages >= 500 && (counts[4] == 0 || counts[5] == 0))
+        fail("no offer was taken, or all were", messages);
     return 0;
 }

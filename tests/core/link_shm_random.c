@@ -195,8 +195,8 @@ static void take_directly(int rank) {
     check(message->source == source && message->dest == rank && message->ident == ident &&
               !message->received && !message->cancelled && !message->dropped,
           "a message is taken that should not", number);
-    check(next.filled == NULL || pc_load(next.filled) == next.nbytes, "a block is not filled",
-          number);
+    check(next.filling == NULL || pc_load(&next.filling->nbytes) == next.nbytes,
+          "a block is not filled", number);
     for (size_t offset = 0; offset < next.nbytes; offset++)
         check(next.payload[offset] == byte_of(number, offset), "a byte is wrong", number);
     message->received = true;

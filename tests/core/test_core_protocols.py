@@ -119,6 +119,8 @@ MODELS = [
     ("lock", "-DTHREADS=3", ""),
     ("drive", "-DWAITERS=2", ""),
     ("drive", "-DWAITERS=3", ""),
+    ("channel", "", ""),
+    ("block", "-DMESSAGES=3", ""),
     *((model["model"], model["macros"], model["finds"]) for model in LISTED["model"]),
 ]
 

@@ -30,6 +30,11 @@
 /* Bytes after which who fills a block tells its reader. */
 #define PC_FILL_NBYTES ((size_t)8 << 10)
 
+/* Payloads that are buffered, but offered in their sender's memory first. */
+#ifndef PC_OFFERED_NBYTES
+#define PC_OFFERED_NBYTES ((size_t)12 << 10)
+#endif
+
 /* Bytes copied by one call of progress: it must come back to look at the other things. */
 #ifndef PC_BUDGET
 #define PC_BUDGET ((size_t)4 << 20)
@@ -88,6 +93,9 @@ struct pc_peer {
     uint64_t used, repaid;
     struct pc_note *first, *last;
     pid_t pid;
+    /* Messages that could have offered the sender's memory, and what those that did not, or did,
+       have cost lately: ns by KiB; 0: none was timed */
+    uint32_t num_posted, costs[2];
     int8_t reach; /* 1: its memory can be read, -1: it cannot, 0: not tried */
     /* sends to it whose receiver has asked for fragments, in that order */
     struct pc_channel_send *first_asked, *last_asked;
@@ -210,9 +218,14 @@ int pc_channel_fetch(pc_channel *channel, int peer, struct pc_parts theirs, size
 int pc_channel_store(pc_channel *channel, int peer, uint64_t into, struct pc_parts ours,
                      size_t offset, size_t nbytes, size_t whole);
 
-/* Post a message; false: there is no room or no credit. */
+/* Post a message; false: there is no room or no credit. With `may_wait`, which is for one part, its
+   receiver has a moment to copy it from there. */
 bool pc_channel_post(pc_channel *channel, int peer, const void *header, size_t header_nbytes,
-                     struct pc_parts parts, size_t nbytes);
+                     struct pc_parts parts, size_t nbytes, bool may_wait);
+/* Copy what comes in a block straight from its sender's memory. False: that is not offered, or not
+   any more; then it will be in the block. */
+bool pc_channel_fetch_offered(pc_channel *channel, int peer, struct pc_filling *filling, void *into,
+                              size_t nbytes);
 /* Offer one. `send` has peer, parts, nbytes, owner; it belongs to the channel from now on. Its id;
    0: there is no memory, and it has been freed. */
 uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, const void *header,

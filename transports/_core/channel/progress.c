@@ -111,6 +111,19 @@ static int copy_on(pc_channel *channel, struct pc_channel_receive *receive, size
     }
 }
 
+bool pc_channel_fetch_offered(pc_channel *channel, int rank, struct pc_filling *filling, void *into,
+                              size_t nbytes) {
+    struct iovec part = {(void *)(uintptr_t)filling->address, nbytes};
+    if (pc_load(&filling->direct) != PC_DIRECT_OFFERED ||
+        !pc_channel_can_fetch(channel, rank, filling->address, nbytes) ||
+        !pc_filling_step(filling, PC_DIRECT_OFFERED, PC_DIRECT_TAKEN))
+        return false;
+    int error = pc_channel_fetch(channel, rank, (struct pc_parts){&part, 1}, 0, into, nbytes,
+                                 nbytes);
+    enum pc_direct now = error == 0 ? PC_DIRECT_COPIED : PC_DIRECT_NO;
+    return pc_filling_step(filling, PC_DIRECT_TAKEN, now) && error == 0;
+}
+
 /* Find out where the payload is. */
 static bool read_parts(pc_channel *channel, struct pc_channel_receive *receive,
                        const struct pc_offer *offer) {

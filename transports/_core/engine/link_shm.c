@@ -157,13 +157,14 @@ static int shm_send(struct pc_link *link, struct pc_send *send, const void *head
         return -EMSGSIZE;
     if (way != PC_OFFER && send->num_parts == 1 &&
         pc_channel_post(&shm->channel, local, header, header_nbytes,
-                        (struct pc_parts){send->parts, 1}, send->nbytes))
+                        (struct pc_parts){send->parts, 1}, send->nbytes, false))
         return PC_SENT;
     struct pc_channel_send *offer = offer_of(send, local);
     if (offer == NULL)
         return -ENOMEM;
     if (way != PC_OFFER && send->num_parts != 1 &&
-        pc_channel_post(&shm->channel, local, header, header_nbytes, offer->parts, send->nbytes)) {
+        pc_channel_post(&shm->channel, local, header, header_nbytes, offer->parts, send->nbytes,
+                        false)) {
         pc_channel_send_free(&shm->channel, offer);
         return PC_SENT;
     }
@@ -575,7 +576,7 @@ int pc_link_shm_next(struct pc_link_shm *shm, int rank, struct pc_shm_next *next
     if (PC_LIKELY(pc_item_kind(item) == PC_EAGER)) {
         before = next->nbytes;
         next->payload = item->body + next->header_nbytes;
-        next->filled = NULL;
+        next->filling = NULL;
         next->header = item->body;
     } else if (pc_item_kind(item) == PC_EAGER_HEAP) {
         struct pc_block block;
@@ -586,7 +587,7 @@ int pc_link_shm_next(struct pc_link_shm *shm, int rank, struct pc_shm_next *next
         if (filling == NULL)
             return -1;
         next->payload = (unsigned char *)(filling + 1);
-        next->filled = &filling->nbytes;
+        next->filling = filling;
         next->header = item->body + sizeof block;
     } else {
         return -1;
@@ -599,7 +600,7 @@ void pc_link_shm_took(struct pc_link_shm *shm, int rank, const struct pc_shm_nex
     struct pc_peer *theirs = &shm->channel.peers[local];
     struct pc_item *item;
     int64_t item_nbytes = pc_ring_peek(&theirs->in, &item);
-    if (next->filled == NULL) {
+    if (next->filling == NULL) {
         pc_channel_use(&shm->channel, local, next->nbytes);
     } else {
         struct pc_block block;

@@ -57,18 +57,24 @@ static inline bool pc_link_shm_post(struct pc_link_shm *shm, int rank, const voi
                                     size_t header_nbytes, const struct iovec *part) {
     return shm->local[rank] >= 0 &&
            pc_channel_post(&shm->channel, shm->local[rank], header, header_nbytes,
-                           (struct pc_parts){part, 1}, part->iov_len);
+                           (struct pc_parts){part, 1}, part->iov_len, true);
 }
 /* The next message of a rank, if it lies in its ring or in a block, and all that came before has
    been told. It stays the next one until `pc_link_shm_took`. */
 struct pc_shm_next {
     const unsigned char *header, *payload;
     size_t header_nbytes, nbytes;
-    /* bytes of the payload that are there: its sender may still be writing; NULL: all */
-    pc_flag64 *filled;
+    /* of its block: its sender may still be writing, or offer it elsewhere; NULL: all is there */
+    struct pc_filling *filling;
 };
 /* 1; 0: nothing has come; -1: something else has, or must be told before. */
 int pc_link_shm_next(struct pc_link_shm *shm, int rank, struct pc_shm_next *next);
+/* As `pc_channel_fetch_offered`. */
+static inline bool pc_link_shm_fetch_offered(struct pc_link_shm *shm, int rank,
+                                             const struct pc_shm_next *next, void *into) {
+    return pc_channel_fetch_offered(&shm->channel, shm->local[rank], next->filling, into,
+                                    next->nbytes);
+}
 /* All of its payload was used. */
 void pc_link_shm_took(struct pc_link_shm *shm, int rank, const struct pc_shm_next *next);
 /* Tell all to whom something was sent that nothing more will come; 0, or -ENOMEM. Then let

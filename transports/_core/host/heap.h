@@ -34,11 +34,41 @@ static const uint16_t pc_room_begin[PC_ROOMS + 1] = {96, 2144, 3328, PC_UNITS};
 #define PC_TRANSFERS 512
 
 /* What a block of PC_ROOM_PAYLOADS begins with: its writer fills it after it was sent, so that two
-   ranks copy at a time. */
+   ranks copy at a time. A writer that waits anyway may offer its own memory first. A receiver that
+   is there copies from it, and the block stays empty; the writer does not wait long for that:
+
+       OFFERED --receiver--> TAKEN --receiver--> COPIED
+          `--writer-----------`--writer, or receiver--> NO: the block is filled
+
+   What was copied counts only if the receiver gets to COPIED: before, the writer may have filled
+   the block, and have changed its memory. */
+enum pc_direct { PC_DIRECT_NO, PC_DIRECT_OFFERED, PC_DIRECT_TAKEN, PC_DIRECT_COPIED };
+
 struct pc_filling {
     pc_flag64 nbytes; /* of the payload that are there */
-    char pad[PC_LINE - 8];
+    pc_flag64 direct;
+    uint64_t address; /* of the payload in its writer's memory, if that was offered */
+    char pad[PC_LINE - 24];
 };
+_Static_assert(sizeof(struct pc_filling) == PC_LINE, "it is one line");
+
+/* The writer: before it sends the block. */
+static inline void pc_filling_begin(struct pc_filling *filling, bool offers, uint64_t address) {
+    atomic_store_explicit(&filling->nbytes, 0, memory_order_relaxed);
+    atomic_store_explicit(&filling->direct, offers ? PC_DIRECT_OFFERED : PC_DIRECT_NO,
+                          memory_order_relaxed);
+    filling->address = address;
+}
+/* It waits no longer. False: its receiver has everything. */
+static inline bool pc_filling_take_back(struct pc_filling *filling) {
+    return atomic_exchange(&filling->direct, PC_DIRECT_NO) != PC_DIRECT_COPIED;
+}
+/* The receiver: begins to copy what is offered, and has copied it, or could not (`to` is NO). */
+static inline bool pc_filling_step(struct pc_filling *filling, enum pc_direct from,
+                                   enum pc_direct to) {
+    uint64_t expected = from;
+    return atomic_compare_exchange_strong(&filling->direct, &expected, to);
+}
 
 struct pc_block { /* as it is named in an item */
     uint32_t unit;

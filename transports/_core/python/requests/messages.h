@@ -40,7 +40,7 @@ struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incomi
 
 /* messages_direct.c: send an array at once, or receive one that is the next. False: nothing has
    happened. */
-#define PC_DIRECT_NBYTES ((size_t)16 << 10)
+#define PC_DIRECT_NBYTES ((size_t)64 << 10)
 bool pc_messages_post(pc_messages *self, const struct pc_outgoing *outgoing);
 bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming);
 

@@ -62,17 +62,20 @@ static bool is_wanted(const pc_messages *self, const unsigned char *header, size
            header[18] == incoming->array.dtype && nbytes <= incoming->array.nbytes;
 }
 
-/* Copy a payload while its sender may still be writing it. False: that has paused for longer than
-   `looks`, and the message stays. */
-static bool copy_payload(const struct pc_shm_next *next, unsigned char *to, int looks) {
-    if (next->filled == NULL) {
+/* Copy a payload, from its sender's memory if that is offered, else while its sender may still be
+   writing it. False: that has paused for longer than `looks`, and the message stays. */
+static bool copy_payload(struct pc_link_shm *shm, int rank, const struct pc_shm_next *next,
+                         unsigned char *to, int looks) {
+    if (next->filling == NULL) {
         if (next->nbytes > 0)
             memcpy(to, next->payload, next->nbytes);
         return true;
     }
+    if (pc_link_shm_fetch_offered(shm, rank, next, to))
+        return true;
     size_t copied = 0;
     for (int look = 0; copied < next->nbytes;) {
-        size_t here = pc_load(next->filled);
+        size_t here = pc_load(&next->filling->nbytes);
         here = here < next->nbytes ? here : next->nbytes;
         if (here > copied) {
             pc_copy(to + copied, next->payload + copied, here - copied);
@@ -105,7 +108,7 @@ bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming
     }
     bool taken = came > 0 &&
                  is_wanted(self, next.header, next.header_nbytes, next.nbytes, incoming) &&
-                 copy_payload(&next, incoming->array.data, looks);
+                 copy_payload(&engine->shm, rank, &next, incoming->array.data, looks);
     if (taken) {
         int64_t tag = tag_of(next.header);
         size_t nbytes = next.nbytes;
