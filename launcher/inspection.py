@@ -35,6 +35,8 @@ _NOTES_AT_END, _NOTES_NOW = 1024, 256
 
 Fields = dict[str, Any]
 
+_NOT_JOINED = "has not called pycoll.init()"
+
 
 class Inspection:
     """Answers those that ask about a job, in the launcher's loop.
@@ -216,7 +218,10 @@ class Inspection:
             if each["process"]:
                 lines = [f"{lines[0]}, process {each['process']}", self.unfinished(each["rank"])]
             others[each["rank"]] = "\n".join(filter(None, lines))
+        late = {rank["rank"]: _NOT_JOINED for rank in ranks if rank["state"].endswith(_NOT_JOINED)}
         heading = report.heading or "no rank has waited in pycoll for 0.2 s"
+        if late and any(rank["process"] for rank in ranks):
+            heading = wait_table.waiting_text(late, 0.0)
         if not ranks:
             heading, others = "the ranks have not been started yet", {}
         return {
@@ -232,8 +237,12 @@ class Inspection:
         stacks = self._stacks.get(rank)
         text = self._states.get(rank, told)
         if not told and not pid:
-            text = f"{text}, has not called pycoll.init()"
-        elif not told and stacks is not None and stacks["ended"] and text != "stopped":
+            text = f"{text}, {_NOT_JOINED}"
+        elif told or text == "stopped":
+            pass
+        elif not self._server.has_met:
+            text = f"{text}, in pycoll.init()"
+        elif stacks is not None and stacks["ended"]:
             text = f"{text}, its main thread has ended"
         waiter = report.waiters.get(rank)
         waits_in = None

@@ -183,6 +183,23 @@ def test_a_rank_that_has_not_joined_is_shown_too(job: Start) -> None:
     assert found["ranks"][0]["threads"] is None
 
 
+def test_ranks_in_init_wait_for_those_that_have_not_called_it(job: Start) -> None:
+    late = "import os, time\nif os.environ['PYCOLL_RANK'] == '1':\n    time.sleep(1000)\n"
+    process = job(3, f"{late}import pycoll\npycoll.init()\n")
+
+    def have_joined(found: dict[str, Any]) -> bool:
+        return sum(bool(rank["process"]) for rank in found["ranks"]) == 2
+
+    found = until(process.pid, have_joined)
+    assert found["heading"] == "waiting for rank 1, which has not called pycoll.init()"
+    assert [rank["state"].rpartition(", ")[2] for rank in found["ranks"]] == [
+        "in pycoll.init()",
+        "has not called pycoll.init()",
+        "in pycoll.init()",
+    ]
+    assert found["table"][0] == found["heading"]
+
+
 def test_ranks_of_other_hosts_answer_through_their_agents(
     run: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
