@@ -41,6 +41,7 @@ from pycoll._support.environment import HostPlacement, rank_environment, usable_
 from pycoll.errors import BootstrapError
 
 if TYPE_CHECKING:
+    from pycoll._launcher.awaited import RankWaits
     from pycoll._launcher.kept_calls import HostCalls
 
 UNKNOWN = 256
@@ -140,6 +141,12 @@ class AdoptedHost:
     def read_calls(self, heard: Callable[[list[HostCalls]], object]) -> None:
         """See `host.Host`."""
         heard(self._memory.calls())
+
+    def read_waits(
+        self, size: int, most: int, heard: Callable[[Mapping[int, RankWaits]], object]
+    ) -> None:
+        """See `host.Host`."""
+        heard(self._memory.waits(size, most))
 
     def tell_failure(self) -> None:
         """See `host.Host`."""

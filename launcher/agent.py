@@ -54,7 +54,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from pycoll._launcher.host import LocalHost, OwnHost, RankProgram, reserve_descriptors
 from pycoll._launcher.host_memory import Tally
@@ -67,6 +68,9 @@ from pycoll._launcher.signals import caught_signals
 from pycoll._rendezvous.wire import WIRE_VERSION
 from pycoll._support.environment import HostPlacement, free_port, personal, usable_cores, version
 from pycoll._support.machine import place
+
+if TYPE_CHECKING:
+    from pycoll._launcher.awaited import RankWaits
 
 WINDOW_NBYTES = 256 << 10
 """Bytes of one stream of a rank's output that may be on the way."""
@@ -219,12 +223,19 @@ class Agent:
             host.tell_failure()
         elif kind == "calls":
             host.read_calls(lambda hosts: self._line.send("calls", [h.packed() for h in hosts]))
+        elif kind == "waits":
+            size, most = fields
+            host.read_waits(size, most, partial(self._tell_waits, host))
         elif kind == "ask":
             host.ask(fields[0], lambda rank, packed: self._line.send("answer", rank, packed))
         elif kind == "taken":
             self._taken(*fields)
         elif kind == "input" and self._feed is not None:
             self._feed.put(fields[0])
+
+    def _tell_waits(self, host: OwnHost, waits: Mapping[int, RankWaits]) -> None:
+        of_ranks = [(rank, host.tally(rank), each.packed()) for rank, each in waits.items()]
+        self._line.send("waits", of_ranks)
 
     def _lose(self, why: str) -> None:
         """The launcher is gone: `run` ends, and with it the ranks."""

@@ -2,7 +2,8 @@
 
 Of a wait in shared memory is noted for which rank it was, and how long; of a collective by messages
 its communicator, and how long; of a message with whom. What a rank has waited beside the first two
-it has waited for those from whom it has received.
+it has waited for those from whom it has received. Each host sums its ranks' notes up (`RankWaits`),
+the launcher's puts them together.
 """
 
 from __future__ import annotations
@@ -51,24 +52,58 @@ class Awaited(NamedTuple):
         )
 
 
-def of_notes(
-    notes: Sequence[bytes], tallies: Sequence[Tally | None], now_ns: int, most: int
-) -> Awaited:
-    """Return for whom the ranks of a job have waited that are all on one host.
+class RankWaits(NamedTuple):
+    """For whom a rank has waited, by its notes alone.
+
+    Attributes:
+        ranks: seconds in shared memory, by the rank for which.
+        groups: seconds that collectives by messages have taken, by communicator.
+        messages: with whom it has exchanged messages, and how many, by whom it may wait for.
+    """
+
+    ranks: dict[int, float]
+    groups: dict[int, float]
+    messages: dict[int, float]
+
+    def packed(self) -> list[list[tuple[int, float]]]:
+        """Return it as an agent sends it."""
+        return [list(each.items()) for each in self]
+
+    @classmethod
+    def unpacked(cls, packed: list[Any]) -> RankWaits:
+        """Return what `packed` was made of."""
+        return cls(*map(dict, packed))
+
+
+def of_notes(notes: bytes, ranks: Sequence[int], size: int, most: int, now_ns: int) -> RankWaits:
+    """Return for whom a rank has waited.
 
     Args:
-        notes: by rank.
-        tallies: by rank what it has done.
-        now_ns: of CLOCK_MONOTONIC.
+        notes: the rank's.
+        ranks: of its host.
+        size: of the job.
         most: so many of the last notes of each kind count.
+        now_ns: of CLOCK_MONOTONIC there.
+    """
+    return RankWaits(
+        _waits(notes, now_ns, most, ranks),
+        _calls(notes, now_ns, most),
+        _messages(notes, most, size),
+    )
+
+
+def of_job(found: Mapping[int, RankWaits], tallies: Sequence[Tally | None]) -> Awaited:
+    """Return for whom the ranks of a job have waited.
+
+    Args:
+        found: of each rank.
+        tallies: by rank what it has done.
     """
     members: dict[int, list[int]] = defaultdict(list)
     ranks: dict[int, Mapping[int, float]] = {}
     groups: dict[int, Mapping[int, float]] = {}
-    for rank, (of_rank, tally) in enumerate(zip(notes, tallies, strict=True)):
-        waits = _waits(of_rank, now_ns, most, len(notes))
-        calls = _calls(of_rank, now_ns, most)
-        messages = _messages(of_rank, most, len(notes))
+    for rank, tally in enumerate(tallies):
+        waits, calls, messages = dict(found[rank].ranks), found[rank].groups, found[rank].messages
         for ident in calls:
             members[ident].append(rank)
         known_s = sum(waits.values()) + sum(calls.values())
@@ -84,13 +119,13 @@ def of_notes(
     return Awaited(ranks, groups, members)
 
 
-def _waits(notes: bytes, now_ns: int, most: int, size: int) -> dict[int, float]:
+def _waits(notes: bytes, now_ns: int, most: int, ranks: Sequence[int]) -> dict[int, float]:
     """Return the seconds for which a rank has waited in shared memory, by the rank for which."""
     seconds: dict[int, float] = defaultdict(float)
     found = list(WAITS.newest(notes, most))
     for _, (_, call, since, until, peer, *_) in found:
-        if call and peer < size:
-            seconds[peer] += max(0, (until or now_ns) - since) * 1e-9
+        if call and peer < len(ranks):
+            seconds[ranks[peer]] += max(0, (until or now_ns) - since) * 1e-9
     return _of_all(seconds, found)
 
 

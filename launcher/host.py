@@ -25,6 +25,7 @@ from pycoll._launcher.signals import PASSED_ON
 from pycoll._support.environment import HostPlacement, cpus_of_cores, rank_environment, usable_cores
 
 if TYPE_CHECKING:
+    from pycoll._launcher.awaited import RankWaits
     from pycoll._launcher.kept_calls import HostCalls
     from pycoll._launcher.tracing import TraceMemory
 
@@ -111,6 +112,11 @@ class Host(Protocol):
 
     def read_calls(self, heard: Callable[[list[HostCalls]], object]) -> None:
         """Have `heard` called with what the ranks have called last, of each host that this is."""
+
+    def read_waits(
+        self, size: int, most: int, heard: Callable[[Mapping[int, RankWaits]], object]
+    ) -> None:
+        """Have `heard` called with for whom the ranks there have waited; `awaited.of_notes`."""
 
     def tell_failure(self) -> None:
         """Wake the ranks that wait natively: one has failed."""
@@ -348,9 +354,11 @@ class LocalHost:
         """See `Host`."""
         heard(self._memory.calls())
 
-    def notes(self) -> list[bytes]:
-        """What each rank notes of its calls, if all here are on one host; else []."""
-        return self._memory.notes()
+    def read_waits(
+        self, size: int, most: int, heard: Callable[[Mapping[int, RankWaits]], object]
+    ) -> None:
+        """See `Host`."""
+        heard(self._memory.waits(size, most))
 
     def unfinished(self, rank: int) -> str:
         """Return what of a rank's calls is under way that it may not wait for; "": nothing."""

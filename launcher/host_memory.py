@@ -22,13 +22,14 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from pycoll._support.environment import HostPlacement
 from pycoll._transports.shm import NOTES_NBYTES
 
 if TYPE_CHECKING:
+    from pycoll._launcher.awaited import RankWaits
     from pycoll._launcher.kept_calls import HostCalls
 
 _PAGE = 4096
@@ -215,10 +216,16 @@ class JobMemory:
         """What `rank` has done; None: it is not known here."""
         return self.of(rank).tally(self._places[rank].local_rank)
 
-    def notes(self) -> list[bytes]:
-        """What each rank notes of its calls; [] if they are on several hosts."""
-        hosts = list(self._hosts.values())
-        return hosts[0].notes() if len(hosts) == 1 else []
+    def waits(self, size: int, most: int) -> dict[int, RankWaits]:
+        """For whom each rank has waited, by its last notes; see `awaited.of_notes`."""
+        from pycoll._launcher.awaited import of_notes  # not sooner: few jobs need it
+
+        now_ns = time.monotonic_ns()
+        return {
+            rank: of_notes(self.notes_of(rank), ranks, size, most, now_ns)
+            for node, ranks in self._ranks_of_nodes()
+            for rank in ranks
+        }
 
     def notes_of(self, rank: int) -> bytes:
         """What `rank` notes of its calls; b"" if that is not known."""
@@ -226,12 +233,14 @@ class JobMemory:
 
     def calls(self) -> list[HostCalls]:
         """What the ranks of each host have called last."""
-        found = []
-        for node, host in self._hosts.items():
-            mine = [rank for rank, at in self._places.items() if at.node == node]
-            mine.sort(key=lambda rank: self._places[rank].local_rank)
-            found.append(host.calls(mine))
+        found = [self._hosts[node].calls(ranks) for node, ranks in self._ranks_of_nodes()]
         return [each for each in found if each is not None]
+
+    def _ranks_of_nodes(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the hosts, and of each its ranks as they are numbered there."""
+        for node in self._hosts:
+            mine = [rank for rank, at in self._places.items() if at.node == node]
+            yield node, sorted(mine, key=lambda rank: self._places[rank].local_rank)
 
     def close(self) -> None:
         """Give everything back; may be called again."""

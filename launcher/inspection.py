@@ -11,18 +11,20 @@ import contextlib
 import os
 import selectors
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pycoll._launcher import guardian, wait_table
-from pycoll._launcher.host import LocalHost
+from pycoll._launcher.host import Host, LocalHost
 from pycoll._launcher.job_socket import Asker, JobSocket
 from pycoll._launcher.job_spec import JobSpec
+from pycoll._launcher.notes import NOTED
 from pycoll._launcher.rendezvous_server import Server
 from pycoll._launcher.watch import WaitReport, Watch
 
 if TYPE_CHECKING:
-    from pycoll._launcher.awaited import Awaited
+    from pycoll._launcher.awaited import Awaited, RankWaits
     from pycoll._launcher.hosts import Hosts
     from pycoll._launcher.outcome import RankState
     from pycoll._launcher.recorder import CallRecorder
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 _ANSWER_S = 1.0
 """Who has not answered then does not in time: it is stopped, or keeps Python's lock."""
 
-_NOTES_AT_END, _NOTES_NOW = 1024, 256
-"""So many of the last notes of each rank tell for whom it waits: at the end, and for `top`."""
+_NOTES_NOW = 256
+"""So many of the last notes of each rank tell `pycoll top` for whom it waits."""
 
 Fields = dict[str, Any]
 
@@ -69,6 +71,10 @@ class Inspection:
         self._askers: list[Asker] = []
         self._states: dict[int, str] = {}
         self._stacks: dict[int, Fields] = {}
+        self._waits: dict[int, RankWaits] = {}
+        self._untold: set[Host] = set()
+        self._counting: list[Asker] = []
+        self._count_until = 0.0
         self._recorder: CallRecorder | None = None
         self._socket = JobSocket(spec.job, selector, self._hear)
         stack.callback(self._socket.close)
@@ -108,7 +114,7 @@ class Inspection:
             now - self._server.met_at,
             verbose=self._options.verbose,
             is_well=all(each.status == 0 for each in ranks),
-            awaited=self._awaited(_NOTES_AT_END),
+            awaited=self._awaited(),
         )
         if lines:
             self.hosts.tell(lines)
@@ -118,22 +124,52 @@ class Inspection:
         host = self.hosts.of(rank)
         return host.unfinished(rank) if isinstance(host, LocalHost) else ""
 
-    def _awaited(self, most: int) -> Awaited | None:
-        """For whom ranks have waited, by their last notes; None: they are not all on this host."""
+    def ask_for_stragglers(self, now: float) -> None:
+        """Have all hosts tell what `tell_stragglers` needs, if it will say anything."""
+        from pycoll._launcher import stragglers
+
+        is_long = now - self._server.met_at >= stragglers.LONG_S
+        if self._server.met_at and (self._options.verbose or is_long):
+            self._ask_waits(NOTED)
+
+    def update(self, now: float) -> float:
+        """Do what is due; returns when to call this again."""
+        if self._counting and (now >= self._count_until or not self._untold):
+            askers, self._counting = self._counting, []
+            found = self._tallies()
+            for asker in askers:
+                asker.answer(found)
+        return self._count_until if self._counting else float("inf")
+
+    def _ask_waits(self, most: int) -> None:
+        """Have all hosts tell for whom their ranks have waited, by so many notes of each kind."""
+        self._untold = set(map(self.hosts.of, self._ranks()))
+        for host in list(self._untold):
+            host.read_waits(self._server.size, most, partial(self._take_waits, host))
+
+    def _take_waits(self, host: Host, waits: Mapping[int, RankWaits]) -> None:
+        self._waits.update(waits)
+        self._untold.discard(host)
+
+    def _awaited(self) -> Awaited | None:
+        """For whom ranks have waited; None: not all hosts have told."""
         from pycoll._launcher import awaited
 
-        host = self.hosts.of(0)
-        notes = host.notes() if isinstance(host, LocalHost) else []
-        if len(notes) != self._server.size:
+        if len(self._waits) != self._server.size:
             return None
-        tallies = [host.tally(rank) for rank in self._ranks()]
-        return awaited.of_notes(notes, tallies, time.monotonic_ns(), most)
+        return awaited.of_job(self._waits, [self.hosts.of(r).tally(r) for r in self._ranks()])
 
     def _hear(self, asker: Asker) -> None:
-        """Somebody asks: "status" is answered when the ranks have been asked, others at once."""
+        """Somebody asks: of ranks when these, or their hosts, have answered; of the job at once."""
         want = asker.question.get("want")
+        if want == "tallies":
+            if not self._counting:
+                self._ask_waits(_NOTES_NOW)
+                self._count_until = time.monotonic() + _ANSWER_S
+            self._counting.append(asker)
+            return None
         if want != "status":
-            return asker.answer(self._tallies() if want == "tallies" else self._about())
+            return asker.answer(self._about())
         self._askers.append(asker)
         if len(self._askers) > 1:
             return  # that answer is theirs, too
@@ -206,7 +242,7 @@ class Inspection:
                 "state": self._state(rank),
             }
             ranks.append(fields | (tally._asdict() if tally is not None else {}))
-        found = self._awaited(_NOTES_NOW) if ranks else None
+        found = self._awaited() if ranks else None
         awaited = found.packed() if found is not None else None
         return {**self._about(), "time": time.monotonic(), "ranks": ranks, "awaited": awaited}
 

@@ -152,11 +152,13 @@ class Job(RankEnds):
         """
         if not self._watch(until):
             return None
+        ended = time.monotonic() - LINGER_S
+        self._inspection.ask_for_stragglers(ended)
         self._hosts.sweep(self._hear)
         if self._options.trace_records and self._hosts.have_started:
             self.traces = self._hosts.traces(self._ranks)
         self._inspection.finish_calls("")
-        self._inspection.tell_stragglers(self._ranks, time.monotonic() - LINGER_S)
+        self._inspection.tell_stragglers(self._ranks, ended)
         self._relay.finish()
         self._flush()
         return self._outcome()
@@ -247,6 +249,7 @@ class Job(RankEnds):
     def _act(self, now: float) -> float:
         """Do what is due; returns when to call this again."""
         wake = [self._relay.update(now), self._watch_waits.update(now), self._hosts.update(now)]
+        wake.append(self._inspection.update(now))
         self._heed_signals(now)
         if self._relay.error is not None:
             self._give_up_output()

@@ -94,9 +94,9 @@ def running(name: str | None = None) -> tuple[list[RunningJob], list[str]]:
     """
     paths = []
     for folder in filter(job_socket.is_private, job_socket.folders()):
-        for file in os.listdir(folder):  # see `job_socket.JobSocket`
+        for file in os.listdir(folder):  # the id's beginning: see `job_socket.JobSocket`
             process, _, job = file.partition(".")
-            if name is None or name == process or job.startswith(name):
+            if name is None or name == process or job.startswith(name[: len(job)]):
                 paths.append(f"{folder}/{file}")
     with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
         found = [each for each in threads.map(_asked, paths) if each is not None]
