@@ -55,6 +55,22 @@ def all_reduce_adds_up_every_dtype(dist: Dist, rank: int) -> None:
     equal(x, [True, False, True])
 
 
+def elements_meet_by_their_index_however_they_lie(dist: Dist, rank: int) -> None:
+    matrix = torch.arange(6.0).reshape(2, 3)
+    lies = [matrix.clone(), matrix.t().contiguous().t(), torch.zeros(2, 6)[:, ::2]]
+    lies[2].copy_(matrix)
+    x = lies[rank]
+    dist.all_reduce(x)
+    equal(x, SIZE * matrix)
+    x = lies[rank - 1]
+    dist.reduce(x, 1)
+    equal(x, SIZE * matrix if rank == 1 else matrix)
+    x = lies[rank - 2]
+    x.mul_(rank == 0)
+    dist.broadcast(x, src=0)
+    equal(x, matrix)
+
+
 def all_reduce_knows_every_operator(dist: Dist, rank: int) -> None:
     op = dist.ReduceOp
     whole = {
@@ -362,6 +378,7 @@ def functional_collectives_return_new_tensors(dist: Dist, rank: int) -> None:
 CHECKS = (
     all_reduce_adds_up_every_dtype,
     all_reduce_knows_every_operator,
+    elements_meet_by_their_index_however_they_lie,
     tensors_of_every_layout_are_filled_in_place,
     gradients_do_not_take_a_collective_for_a_change,
     calls_that_go_on_run_in_order,
