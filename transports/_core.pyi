@@ -274,6 +274,10 @@ class Collectives:
         planner: Callable[[int, int, Any, int, int, Any, str | None], CompiledPlan | None],
         finish: Callable[[Any, float], None],
         slow: Callable[[str], Callable[..., Any]],
+        comm: Comm | None,
+        allowed: int,
+        resume: Callable[..., Any],
+        sign: Callable[[str, int, int], tuple[str, int]],
         /,
     ) -> Collectives: ...
 
@@ -358,18 +362,6 @@ class Messages:
 
 def wait_all(requests: object, timeout: object, /) -> list[Any] | None: ...
 def wait_any(requests: object, timeout: object, /) -> bool: ...
-
-class SharedCollectives:
-    def __new__(cls, comm: Comm, /) -> SharedCollectives: ...
-    def set_slow(self, kind: int, function: Callable[..., Any], /) -> None: ...
-    def set_uneven(
-        self,
-        kind: int,
-        slow: Callable[..., Any],
-        resume: Callable[..., Any],
-        sign: Callable[[int, int], tuple[str, int]],
-        /,
-    ) -> None: ...
 
 class Comm:
     may_use_gpus: bool

@@ -17,11 +17,8 @@ KINDS = (
 )
 """Collectives, numbered as in transports/_core/python/arguments/kinds.h."""
 
-METHODS = (*KINDS, "reduce_scatterv")
-"""What has methods in the core, numbered likewise."""
-
 UNEVEN = ("gatherv", "all_gatherv", "scatterv", "all_to_allv")
-"""Collectives of blocks that differ in shape, numbered likewise."""
+"""Collectives of blocks that differ in shape."""
 
 OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor")
 """Operators, numbered as in transports/_core/reduce/reduce.h."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from pycoll._calls.numbering import KINDS, METHODS, OPS, PARTS, UNEVEN
+from pycoll._calls.numbering import KINDS, OPS, PARTS
 from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.context import Context
 from pycoll._runtime.engine import Engine, SharedMemory, left_without
@@ -212,33 +212,6 @@ class ShmComm:
     def close(self) -> None:
         """Give the shared memory back, unless a call is under way."""
         self.core.close()
-
-    def methods(
-        self,
-        slow: Sequence[tuple[str, Callable[..., Any]]],
-        uneven: Callable[[str], Callable[..., Any]],
-        resume: Callable[..., Any],
-        sign: Callable[[str, int, int], tuple[str, int]],
-    ) -> dict[str, Any]:
-        """Return the core's methods of these names, and those for blocks that differ in shape.
-
-        They keep what they call; the communicator's shared memory does not.
-
-        Args:
-            slow: (name, what the core calls for all that it does not do itself).
-            uneven: the same of blocks that differ in shape, by name.
-            resume: goes on with such a call, after its name, where the core has done the first
-                round.
-            sign: the text of such a call and its salt, by name, dtype and root.
-        """
-        from pycoll._transports._core import SharedCollectives
-
-        shared = SharedCollectives(self.core)
-        for name, function in slow:
-            shared.set_slow(METHODS.index(name), function)
-        for number, name in enumerate(UNEVEN):
-            shared.set_uneven(number, uneven(name), partial(resume, name), partial(sign, name))
-        return {name: getattr(shared, name) for name in (*(name for name, _ in slow), *UNEVEN)}
 
     # --- what the core calls ---------------------------------------------------------------
 

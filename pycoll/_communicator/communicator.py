@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from pycoll._calls import subgroups
-from pycoll._calls.calls import Calls, sign_uneven
+from pycoll._calls.calls import Calls
 from pycoll._calls.group import Group
-from pycoll._calls.numbering import KINDS
+from pycoll._calls.numbering import KINDS, UNEVEN
 from pycoll._communicator.collectives import Collectives
 from pycoll._communicator.point_to_point import PointToPoint
 from pycoll._communicator.recovery import Recovery
@@ -141,21 +141,6 @@ class Communicator(
 
         They do the common case, NumPy arrays, themselves.
         """
-        group = self._group
-        methods = self._methods_in_core()
-        if group.shm is not None:
-            # In shared memory, or by messages if the call says so; what the user has ruled out goes
-            # by messages.
-            names = [name for name in KINDS if group.allows_shared_memory(name)]
-            slow = [(name, methods[name]) for name in names]
-            if group.allows_shared_memory("reduce_scatter"):
-                slow.append(("reduce_scatterv", self._in_python("reduce_scatterv")))
-            methods |= group.shm.methods(slow, self._in_python, self._resume, sign_uneven)
-        for twin in ("all_reduce", "iall_reduce"):
-            methods[twin.replace("_", "")] = methods[twin]
-        return methods
-
-    def _methods_in_core(self) -> dict[str, Any]:
         from pycoll._requests import core_collectives, core_requests
 
         group, slow = self._group, self._in_python
@@ -163,11 +148,16 @@ class Communicator(
         messages = core_requests.messages_of(group, context, slow)
         context.core.messages_usable = True
         calls = self._nonblocking_calls, self._calls
-        collectives = core_collectives.collectives_of(group, context, calls, slow)
+        collectives = core_collectives.collectives_of(group, context, calls, slow, self._resume)
         context.core.collectives_usable = True
-        methods = {name: getattr(messages, name) for name in core_requests.NAMES}
         names = core_collectives.NONBLOCKING + KINDS
-        return methods | {name: getattr(collectives, name) for name in names}
+        if group.shm is not None:
+            names += (*UNEVEN, "reduce_scatterv")
+        methods = {name: getattr(messages, name) for name in core_requests.NAMES}
+        methods |= {name: getattr(collectives, name) for name in names}
+        for twin in ("all_reduce", "iall_reduce"):
+            methods[twin.replace("_", "")] = methods[twin]
+        return methods
 
     def _in_python(self, name: str) -> Callable[..., Any]:
         """Return the method of this class to which the core leaves a call that it does not do."""

@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pycoll._calls.call_plan import ResultOf, Route, conclude
-from pycoll._calls.calls import Calls
+from pycoll._calls.calls import Calls, sign_uneven
 from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._calls.numbering import KINDS, OPS
 from pycoll._requests.core_started import CoreStarted, Owner, waiting
@@ -429,16 +429,23 @@ def collectives_of(
     context: Context,
     calls: tuple[Calls, Calls],
     slow: Callable[[str], Callable[..., Any]],
+    resume: Callable[..., Any],
 ) -> Collectives:
     """Return the core's collectives of a communicator; `KINDS` and `NONBLOCKING` are its methods.
+
+    In shared memory there are those of blocks that differ in shape or length, too.
 
     Args:
         group: its ranks.
         context: what matches there.
         calls: what prepares its calls: those that do not block, then those that do.
         slow: returns the method of a name, to which goes what the core does not do.
+        resume: goes on with a call of blocks that differ in shape, after its first round.
     """
     plans = CompiledPlans(group, calls)
     owner = Owner(group, plans)
-    size, rank = group.size, group.rank
-    return Collectives(context.core, size, rank, owner, CoreCollective, plans, finish, slow)
+    of_group = context.core, group.size, group.rank, owner, CoreCollective
+    shm = group.shm.core if group.shm is not None else None
+    allowed = [shm is not None and group.allows_shared_memory(name) for name in KINDS]
+    bits = sum(is_allowed << kind for kind, is_allowed in enumerate(allowed))
+    return Collectives(*of_group, plans, finish, slow, shm, bits, resume, sign_uneven)

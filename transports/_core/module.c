@@ -35,7 +35,7 @@ static PyTypeObject *make_type(PyObject *module, PyType_Spec *spec) {
     return make_type_as(module, strrchr(spec->name, '.') + 1, spec);
 }
 
-static int add_engine_types(PyObject *module) {
+static int add_engine_types(PyObject *module, PyTypeObject *comm) {
     PyTypeObject *engine = make_type(module, &pc_engine_spec),
                  *send = make_type(module, &pc_send_spec),
                  *receive = make_type(module, &pc_receive_spec),
@@ -64,7 +64,7 @@ static int add_engine_types(PyObject *module) {
     pc_both_type(both);
     pc_collective_types(call);
     pc_composed_types(table);
-    pc_collectives_types(plan, call);
+    pc_collectives_types(plan, call, comm);
     pc_request_types(request);
     pc_messages_types(context);
     bool made = make_type(module, &pc_parker_spec) != NULL &&
@@ -79,10 +79,9 @@ static int execute(PyObject *module) {
     pc_guard_init();
     PyTypeObject *comm = make_type(module, pc_comm_spec());
     bool made = comm != NULL &&
-                make_type_as(module, "SharedCollectives", pc_shared_spec(comm)) != NULL &&
                 make_type(module, &pc_host_spec) != NULL &&
                 make_type(module, &pc_guard_spec) != NULL;
-    return made ? add_engine_types(module) : -1;
+    return made ? add_engine_types(module, comm) : -1;
 }
 
 static PyMethodDef methods[] = {

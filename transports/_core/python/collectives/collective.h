@@ -13,6 +13,7 @@
 
 #include "python/arguments/arrays.h"
 #include "python/engine/engine_type.h"
+#include "python/exchange/comm.h"
 #include "python/arguments/kinds.h"
 #include "python/base/call_place.h"
 
@@ -80,6 +81,7 @@ typedef struct {
     PyObject *finish;  /* waits for a call that takes long: (call, seconds) */
     /* returns the Python method of a name, to which goes what is not done here */
     PyObject *slow;
+    struct pc_shared shared; /* where blocking calls go first */
     uint64_t generation;
     struct pc_plan_entry *plans;
     uint32_t num_made;

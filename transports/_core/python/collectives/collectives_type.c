@@ -1,5 +1,6 @@
-/* `_core.Collectives`: the collectives of one communicator, over the message engine. See
-   collective.h. */
+/* `_core.Collectives`: the collectives of one communicator as methods. They decide how a call goes:
+   in shared memory (comm.h), by messages (collective.h), or, with the same arguments, to the Python
+   method, if the core does not understand them. */
 #include "collective.h"
 #include "python/arguments/collective_call.h"
 #include "python/arguments/timeout.h"
@@ -10,11 +11,12 @@
 #define PLANS 128
 #define PLANS_TOGETHER 4
 
-static PyTypeObject *plan_type, *collective_type;
+static PyTypeObject *plan_type, *collective_type, *comm_type;
 
-void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective) {
+void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective, PyTypeObject *comm) {
     plan_type = plan;
     collective_type = collective;
+    comm_type = comm;
 }
 
 /* --- plans ------------------------------------------------------------------------------------ */
@@ -264,38 +266,78 @@ static PyObject *finish(pc_collectives *self, struct pc_started *started, uint64
     return result;
 }
 
-static PyObject *collective(pc_collectives *self, const char *name, int kind, bool is_blocking,
-                            PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    PyObject *values[ARGUMENTS] = {NULL};
+/* NULL without an exception: leave it to Python. */
+static PyObject *by_messages(pc_collectives *self, int kind, bool is_blocking, PyObject **values) {
     uint64_t timeout_ns;
-    if (may_start(self) && parse(kind, args, count, keywords, values) &&
-        pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) &&
-        (is_blocking || values[TIMEOUT] == NULL) &&
-        (is_none(values[ALGORITHM]) || PyUnicode_CheckExact(values[ALGORITHM]))) {
-        PyObject *algorithm = !is_none(values[ALGORITHM]) ? Py_NewRef(values[ALGORITHM]) : NULL;
-        if (algorithm != NULL)
-            PyUnicode_InternInPlace(&algorithm);
-        struct pc_started *started = begin(self, kind, is_blocking, algorithm, values);
-        Py_XDECREF(algorithm);
-        if (started == NULL && PyErr_Occurred())
-            return NULL;
-        if (started != NULL)
-            return is_blocking ? finish(self, started, timeout_ns) : (PyObject *)started;
+    if (!may_start(self) ||
+        !pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) ||
+        (!is_blocking && values[TIMEOUT] != NULL) ||
+        (!is_none(values[ALGORITHM]) && !PyUnicode_CheckExact(values[ALGORITHM])))
+        return NULL;
+    PyObject *algorithm = !is_none(values[ALGORITHM]) ? Py_NewRef(values[ALGORITHM]) : NULL;
+    if (algorithm != NULL)
+        PyUnicode_InternInPlace(&algorithm);
+    struct pc_started *started = begin(self, kind, is_blocking, algorithm, values);
+    Py_XDECREF(algorithm);
+    if (started == NULL || !is_blocking)
+        return (PyObject *)started;
+    return finish(self, started, timeout_ns);
+}
+
+static inline PyObject *collective(pc_collectives *self, const char *name, int kind,
+                                   bool is_blocking, PyObject *const *args, Py_ssize_t count,
+                                   PyObject *keywords) {
+    PyObject *values[ARGUMENTS] = {NULL}, *result = NULL;
+    bool is_shared = is_blocking && self->shared.allowed >> kind & 1;
+    if (parse(kind, args, count, keywords, values)) {
+        if (is_shared && PC_LIKELY(pc_may_share(self->shared.comm)) && is_none(values[ALGORITHM]))
+            result = pc_shared_run(self->shared.comm, kind, values);
+        if (PC_LIKELY(result != NULL) || PyErr_Occurred())
+            return result;
+        result = by_messages(self, kind, is_blocking, values);
+        if (result != NULL || PyErr_Occurred())
+            return result;
     }
-    return pc_call_method(self->slow, name, args, count, keywords);
+    result = pc_call_method(self->slow, name, args, count, keywords);
+    if (is_shared)
+        self->shared.comm->heard = self->shared.comm->goes_on = false;
+    return result;
+}
+
+static PyObject *uneven(pc_collectives *self, const char *name, enum pc_uneven_kind kind,
+                        PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    PyObject *result = NULL;
+    if (pc_may_share(self->shared.comm))
+        result = pc_shared_uneven(&self->shared, name, kind, args, count, keywords);
+    return result != NULL || PyErr_Occurred()
+               ? result
+               : pc_call_method(self->slow, name, args, count, keywords);
+}
+
+static PyObject *reduce_scatterv(pc_collectives *self, PyObject *const *args, Py_ssize_t count,
+                                 PyObject *keywords) {
+    PyObject *values[ARGUMENTS] = {NULL}, *result = NULL;
+    if (self->shared.allowed >> PC_REDUCE_SCATTER & 1 && pc_may_share(self->shared.comm) &&
+        parse(PC_REDUCE_SCATTERV, args, count, keywords, values) && is_none(values[ALGORITHM]))
+        result = pc_shared_reduce_scatterv(self->shared.comm, values);
+    return result != NULL || PyErr_Occurred()
+               ? result
+               : pc_call_method(self->slow, "reduce_scatterv", args, count, keywords);
 }
 
 static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *context, *owner, *call, *planner, *finish, *slow;
+    PyObject *context, *owner, *call, *planner, *finish, *slow, *comm, *resume, *sign;
     int size, rank;
+    unsigned allowed;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OiiOOOOO", &context, &size, &rank, &owner, &call, &planner,
-                          &finish, &slow))
+    if (!PyArg_ParseTuple(args, "OiiOOOOOOIOO", &context, &size, &rank, &owner, &call, &planner,
+                          &finish, &slow, &comm, &allowed, &resume, &sign))
         return NULL;
     if (!PyObject_TypeCheck(context, pc_context_type) || !PyType_Check(call) ||
-        !PyType_IsSubtype((PyTypeObject *)call, collective_type)) {
+        !PyType_IsSubtype((PyTypeObject *)call, collective_type) ||
+        (comm != Py_None && !PyObject_TypeCheck(comm, comm_type))) {
         PyErr_SetString(PyExc_TypeError, "arguments are context, size, rank, owner, type, planner, "
-                                         "finish, slow");
+                                         "finish, slow, comm, allowed, resume, sign");
         return NULL;
     }
     pc_collectives *self =
@@ -311,6 +353,10 @@ static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *k
     self->planner = Py_NewRef(planner);
     self->finish = Py_NewRef(finish);
     self->slow = Py_NewRef(slow);
+    self->shared.comm = comm != Py_None ? (pc_comm *)Py_NewRef(comm) : NULL;
+    self->shared.allowed = allowed;
+    self->shared.resume = Py_NewRef(resume);
+    self->shared.sign = Py_NewRef(sign);
     self->generation = pc_plans_generation();
     self->plans = calloc(PLANS, sizeof *self->plans);
     if (self->plans != NULL)
@@ -325,6 +371,9 @@ static int collectives_traverse(pc_collectives *self, visitproc visit, void *arg
     Py_VISIT(self->planner);
     Py_VISIT(self->finish);
     Py_VISIT(self->slow);
+    Py_VISIT((PyObject *)self->shared.comm);
+    Py_VISIT(self->shared.resume);
+    Py_VISIT(self->shared.sign);
     return 0;
 }
 
@@ -333,6 +382,10 @@ static int collectives_clear(pc_collectives *self) {
     Py_CLEAR(self->planner);
     Py_CLEAR(self->finish);
     Py_CLEAR(self->slow);
+    Py_CLEAR(self->shared.resume);
+    Py_CLEAR(self->shared.sign);
+    for (int kind = 0; kind < PC_UNEVEN_KINDS; kind++)
+        Py_CLEAR(self->shared.uneven[kind].text);
     return 0;
 }
 
@@ -343,6 +396,7 @@ static void collectives_dealloc(pc_collectives *self) {
     forget_plans(self);
     free(self->plans);
     Py_XDECREF((PyObject *)self->context);
+    Py_XDECREF((PyObject *)self->shared.comm);
     Py_XDECREF(self->type);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
@@ -353,8 +407,8 @@ static void collectives_dealloc(pc_collectives *self) {
                                   PyObject *keywords) {                                          \
         return collective(self, "i" #name, kind, false, args, count, keywords);                  \
     }                                                                                            \
-    static PyObject *run_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count,   \
-                                PyObject *keywords) {                                            \
+    static PC_HOT PyObject *run_##name(pc_collectives *self, PyObject *const *args,              \
+                                       Py_ssize_t count, PyObject *keywords) {                   \
         return collective(self, #name, kind, true, args, count, keywords);                       \
     }
 COLLECTIVE(barrier, PC_BARRIER)
@@ -369,13 +423,24 @@ COLLECTIVE(all_to_all, PC_ALL_TO_ALL)
 COLLECTIVE(scan, PC_SCAN)
 COLLECTIVE(exscan, PC_EXSCAN)
 
+#define UNEVEN(name, kind)                                                                        \
+    static PyObject *run_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count,    \
+                                PyObject *keywords) {                                             \
+        return uneven(self, #name, kind, args, count, keywords);                                  \
+    }
+UNEVEN(gatherv, PC_GATHERV)
+UNEVEN(all_gatherv, PC_ALL_GATHERV)
+UNEVEN(scatterv, PC_SCATTERV)
+UNEVEN(all_to_allv, PC_ALL_TO_ALLV)
+
+#define BLOCKING(name, function, parameters)                                      \
+    {#name, (PyCFunction)(void (*)(void))function, METH_FASTCALL | METH_KEYWORDS, \
+     #name "($self, " parameters "timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
 #define METHODS(name, parameters)                                                                \
     {"i" #name, (PyCFunction)(void (*)(void))start_##name, METH_FASTCALL | METH_KEYWORDS,        \
      "i" #name "($self, " parameters "*, algorithm=None)\n--\n\nSee pycoll.Communicator.i" #name \
      "."},                                                                                       \
-        {#name, (PyCFunction)(void (*)(void))run_##name, METH_FASTCALL | METH_KEYWORDS,          \
-         #name "($self, " parameters                                                             \
-               "*, algorithm=None, timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
+        BLOCKING(name, run_##name, parameters "*, algorithm=None, ")
 
 static PyMethodDef collectives_methods[] = {
     METHODS(barrier, ""),
@@ -389,6 +454,12 @@ static PyMethodDef collectives_methods[] = {
     METHODS(all_to_all, "x, out=None, "),
     METHODS(scan, "x, op='sum', out=None, "),
     METHODS(exscan, "x, op='sum', out=None, "),
+    BLOCKING(gatherv, run_gatherv, "x, root=0, out=None, *, "),
+    BLOCKING(all_gatherv, run_all_gatherv, "x, out=None, *, "),
+    BLOCKING(scatterv, run_scatterv, "xs, root=0, out=None, *, "),
+    BLOCKING(all_to_allv, run_all_to_allv, "xs, out=None, *, "),
+    BLOCKING(reduce_scatterv, reduce_scatterv,
+             "x, counts, op='sum', out=None, *, algorithm=None, "),
     {NULL, NULL, 0, NULL},
 };
 
@@ -398,12 +469,16 @@ static PyType_Slot collectives_slots[] = {
     {Py_tp_traverse, collectives_traverse},
     {Py_tp_clear, collectives_clear},
     {Py_tp_methods, collectives_methods},
-    {Py_tp_doc, "Collectives(context, size, rank, owner, type, planner, finish, slow)\n\n"
-                "The collectives of one communicator by messages, in the core. `type` is a "
+    {Py_tp_doc, "Collectives(context, size, rank, owner, type, planner, finish, slow, comm, "
+                "allowed, resume, sign)\n\n"
+                "The collectives of one communicator in the core. `type` is a "
                 "subclass of `Collective`; `planner(kind, blocking, x, op, root, result, "
                 "algorithm)` returns a `Plan`, or None if Python must run such calls; "
                 "`finish(collective, seconds)` waits for one that takes long; `slow(name)` "
-                "returns the Python method to which goes what is not done here."},
+                "returns the Python method to which goes what is not done here. In shared memory, "
+                "`comm` (None: there is none), go the kinds of `allowed`, a bit each, and uneven "
+                "blocks: `sign(name, dtype, root)` returns text and salt of such a call, "
+                "`resume(name, heard, ...)` goes on with one after its first round."},
     {0, NULL},
 };
 

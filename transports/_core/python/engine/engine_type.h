@@ -140,7 +140,7 @@ void pc_context_types(PyTypeObject *engine, PyTypeObject *context);
 void pc_collective_types(PyTypeObject *collective);
 void pc_composed_types(PyTypeObject *table);
 void pc_memory_type(PyTypeObject *memory);
-void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective);
+void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective, PyTypeObject *comm);
 void pc_request_types(PyTypeObject *request);
 void pc_messages_types(PyTypeObject *context);
 

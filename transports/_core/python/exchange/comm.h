@@ -17,10 +17,8 @@
 /* Collectives of blocks that differ in shape. */
 enum pc_uneven_kind { PC_GATHERV, PC_ALL_GATHERV, PC_SCATTERV, PC_ALL_TO_ALLV, PC_UNEVEN_KINDS };
 
+/* What `sign` has said of the last such call. */
 struct pc_uneven {
-    /* what its method calls for all that it does not do, from the start or after the first round */
-    PyObject *slow, *resume;
-    PyObject *sign;          /* (dtype, root) -> (text, salt); the last answer: */
     PyObject *text;
     uint64_t salt;
     int dtype, root;
@@ -69,14 +67,21 @@ typedef struct pc_comm {
     PyObject *sleep, *mismatch, *give_up; /* Python callables */
 } pc_comm;
 
-/* The methods of a communicator in shared memory, and what they call for all that they do not do
-   themselves. They keep its users' side alive, and the `pc_comm`, which knows nothing of them. */
-typedef struct {
-    PyObject_HEAD
-    pc_comm *comm;
-    PyObject *slow[PC_METHODS];
+/* The shared memory of those who call a communicator's methods (`pc_collectives`). They keep the
+   `pc_comm`, which knows nothing of them. */
+struct pc_shared {
+    pc_comm *comm;    /* NULL: there is none */
+    unsigned allowed; /* a bit a kind: it may go there */
+    PyObject *resume; /* (name, heard, ...): goes on with uneven blocks after the first round */
+    PyObject *sign;   /* (name, dtype, root) -> (text, salt), of uneven blocks */
     struct pc_uneven uneven[PC_UNEVEN_KINDS];
-} pc_shared;
+};
+
+/* Whether a call may begin in shared memory. */
+static inline bool pc_may_share(const pc_comm *comm) {
+    return comm != NULL && comm->usable && !comm->claimed && !comm->busy &&
+           !comm->host->python_busy && !pc_host_failed(comm->host);
+}
 
 /* One collective under way. */
 typedef struct pc_collective {
@@ -353,20 +358,24 @@ PyObject *pc_comm_attach(pc_comm *comm, PyObject *allowed);
 /* Give the region back, if no call is under way. */
 void pc_comm_detach(pc_comm *comm);
 
-/* shared_methods.c: the methods that take NumPy arrays, and call `slow` for everything else. */
-extern PyMethodDef pc_shared_methods[];
+/* Calls that may begin in shared memory (`pc_may_share`). NULL without an exception: nothing has
+   happened, and they must go another way.
+
+   shared_methods.c: by their arguments, sorted (collective_call.h) */
+PyObject *pc_shared_run(pc_comm *comm, int kind, PyObject **values);
 /* without so many axes; its length */
 uint32_t pc_describe_array(const struct pc_array *x, int skipped, unsigned char *to);
 
-/* shared_uneven.c: the same for blocks that differ in shape. */
-extern PyMethodDef pc_shared_uneven_methods[];
+/* shared_uneven.c: blocks that differ in shape */
+PyObject *pc_shared_uneven(struct pc_shared *shared, const char *name, enum pc_uneven_kind kind,
+                           PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 
-/* shared_reduce_scatterv.c: the same for a reduce_scatter whose blocks differ in length; and for
-   one whose arguments Python has checked. */
-extern PyMethodDef pc_shared_reduce_scatterv_methods[], pc_reduce_rows_methods[];
+/* shared_reduce_scatterv.c: a reduce_scatter whose blocks differ in length; and one whose arguments
+   Python has checked */
+PyObject *pc_shared_reduce_scatterv(pc_comm *comm, PyObject **values);
+extern PyMethodDef pc_reduce_rows_methods[];
 void pc_shared_init(void);
 
-/* comm_type.c, shared_type.c */
-PyType_Spec *pc_comm_spec(void), *pc_shared_spec(PyTypeObject *comm);
+PyType_Spec *pc_comm_spec(void); /* comm_type.c */
 
 #endif

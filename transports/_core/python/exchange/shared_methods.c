@@ -1,5 +1,5 @@
-/* The collectives as methods: arguments are looked at, not converted, and whatever is not the
-   common case is handed, untouched, to the Python method. */
+/* The collectives in shared memory, of arguments that are looked at, not converted; what is not the
+   common case goes another way. */
 #include "python/arguments/collective_call.h"
 #include "comm.h"
 
@@ -169,79 +169,31 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
     return result;
 }
 
-static inline PyObject *collective(pc_shared *self, int kind, PyObject *const *args,
-                                   Py_ssize_t count, PyObject *keywords) {
-    pc_comm *comm = self->comm;
-    PyObject *values[ARGUMENTS] = {NULL};
-    if (PC_LIKELY(comm->usable && !comm->claimed && !comm->busy && !comm->host->python_busy &&
-                  !pc_host_failed(comm->host)) &&
-        parse(kind, args, count, keywords, values) && is_none(values[ALGORITHM])) {
-        PyObject *result = NULL;
-        int root = find_root(values[ROOT], comm->size);
-        if (kind == PC_BARRIER) {
-            pc_collective call;
-            if (pc_user_call_begin(&call, comm, kind, 0, values[TIMEOUT]) == 0) {
-                pc_sign(&call, 0, 0, NULL);
-                int status = pc_exchange_run(&call);
-                pc_hold(&call.call);
-                result = pc_call_end(&call, status, Py_NewRef(Py_None));
-            }
-        } else if (root >= 0 && values[X] != NULL) {
-            if (pc_is_announced(kind)) {
-                result = run_announced(comm, kind, values, root);
-            } else {
-                struct pc_array x;
-                int op = find_op(values[OP]);
-                bool reduces = pc_reduces(kind);
-                bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
-                if (op >= 0 && value_of(kind, op, values[X], &x)) {
-                    if ((!reduces || pc_reduce_find(op, x.dtype) != NULL) &&
-                        (!splits || (x.ndim > 0 && x.dims[0] == comm->size)))
-                        result = run_array(comm, kind, values, &x, reduces ? op : 0, root);
-                    pc_memory_release(&x);
-                }
-            }
-        }
-        if (result != NULL || PyErr_Occurred())
-            return result;
+PC_HOT PyObject *pc_shared_run(pc_comm *comm, int kind, PyObject **values) {
+    PyObject *result = NULL;
+    int root = find_root(values[ROOT], comm->size);
+    if (kind == PC_BARRIER) {
+        pc_collective call;
+        if (pc_user_call_begin(&call, comm, kind, 0, values[TIMEOUT]) < 0)
+            return NULL;
+        pc_sign(&call, 0, 0, NULL);
+        int status = pc_exchange_run(&call);
+        pc_hold(&call.call);
+        return pc_call_end(&call, status, Py_NewRef(Py_None));
     }
-    PyObject *result = pc_call_slow(self->slow[kind], args, count, keywords);
-    comm->heard = comm->goes_on = false;
+    if (root < 0 || values[X] == NULL)
+        return NULL;
+    if (pc_is_announced(kind))
+        return run_announced(comm, kind, values, root);
+    struct pc_array x;
+    int op = find_op(values[OP]);
+    bool reduces = pc_reduces(kind);
+    bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
+    if (op < 0 || !value_of(kind, op, values[X], &x))
+        return NULL;
+    if ((!reduces || pc_reduce_find(op, x.dtype) != NULL) &&
+        (!splits || (x.ndim > 0 && x.dims[0] == comm->size)))
+        result = run_array(comm, kind, values, &x, reduces ? op : 0, root);
+    pc_memory_release(&x);
     return result;
 }
-
-#define FAST(name, kind)                                                                          \
-    static PC_HOT PyObject *fast_##name(pc_shared *self, PyObject *const *args, Py_ssize_t count, \
-                                        PyObject *keywords) {                                     \
-        return collective(self, kind, args, count, keywords);                                     \
-    }
-FAST(barrier, PC_BARRIER)
-FAST(broadcast, PC_BROADCAST)
-FAST(reduce, PC_REDUCE)
-FAST(all_reduce, PC_ALL_REDUCE)
-FAST(gather, PC_GATHER)
-FAST(all_gather, PC_ALL_GATHER)
-FAST(scatter, PC_SCATTER)
-FAST(reduce_scatter, PC_REDUCE_SCATTER)
-FAST(all_to_all, PC_ALL_TO_ALL)
-FAST(scan, PC_SCAN)
-FAST(exscan, PC_EXSCAN)
-
-#define METHOD(name, parameters)                                                     \
-    {#name, (PyCFunction)(void (*)(void))fast_##name, METH_FASTCALL | METH_KEYWORDS, \
-     #name "($self, " parameters                                                     \
-           "*, algorithm=None, timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
-PyMethodDef pc_shared_methods[] = {
-    METHOD(barrier, ""),
-    METHOD(broadcast, "x, root=0, "),
-    METHOD(reduce, "x, op='sum', root=0, out=None, "),
-    METHOD(all_reduce, "x, op='sum', out=None, "),
-    METHOD(gather, "x, root=0, out=None, "),
-    METHOD(all_gather, "x, out=None, "),
-    METHOD(scatter, "x, root=0, out=None, "),
-    METHOD(reduce_scatter, "x, op='sum', out=None, "),
-    METHOD(all_to_all, "x, out=None, "),
-    METHOD(scan, "x, op='sum', out=None, "),
-    METHOD(exscan, "x, op='sum', out=None, "),
-    {NULL, NULL, 0, NULL},
-};

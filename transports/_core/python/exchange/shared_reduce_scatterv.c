@@ -83,26 +83,15 @@ static PyObject *run_rows(pc_comm *comm, PyObject **values, const struct pc_arra
     return pc_call_end(&call, pc_exchange_run(&call), result);
 }
 
-static PyObject *reduce_scatterv(pc_shared *self, PyObject *const *args, Py_ssize_t count,
-                                 PyObject *keywords) {
-    pc_comm *comm = self->comm;
-    PyObject *values[ARGUMENTS] = {NULL};
-    if (comm->usable && !comm->claimed && !comm->busy && !comm->host->python_busy &&
-        !pc_host_failed(comm->host) && parse(PC_REDUCE_SCATTERV, args, count, keywords, values) &&
-        is_none(values[ALGORITHM]) && values[X] != NULL &&
-        values[COUNTS] != NULL) {
-        size_t begins[comm->size + 1];
-        struct pc_array x;
-        int op = find_op(values[OP]);
-        if (op >= 0 && pc_array_view(values[X], &x) && pc_reduce_find(op, x.dtype) != NULL &&
-            x.ndim > 0 && x.ndim <= PC_MAX_DIMS &&
-            read_counts(values[COUNTS], comm->size, (size_t)x.dims[0], begins)) {
-            PyObject *result = run_rows(comm, values, &x, op, begins);
-            if (result != NULL || PyErr_Occurred())
-                return result;
-        }
-    }
-    return pc_call_slow(self->slow[PC_REDUCE_SCATTERV], args, count, keywords);
+PyObject *pc_shared_reduce_scatterv(pc_comm *comm, PyObject **values) {
+    size_t begins[comm->size + 1];
+    struct pc_array x;
+    int op = find_op(values[OP]);
+    if (values[X] == NULL || values[COUNTS] == NULL || op < 0 || !pc_array_view(values[X], &x) ||
+        pc_reduce_find(op, x.dtype) == NULL || x.ndim == 0 || x.ndim > PC_MAX_DIMS ||
+        !read_counts(values[COUNTS], comm->size, (size_t)x.dims[0], begins))
+        return NULL;
+    return run_rows(comm, values, &x, op, begins);
 }
 
 /* --- calls from Python, whose arguments are checked already ----------------------------------- */
@@ -145,14 +134,6 @@ static PyObject *reduce_rows(pc_comm *comm, PyObject *args) {
     PyBuffer_Release(&out);
     return result;
 }
-
-PyMethodDef pc_shared_reduce_scatterv_methods[] = {
-    {"reduce_scatterv", (PyCFunction)(void (*)(void))reduce_scatterv, METH_FASTCALL | METH_KEYWORDS,
-     "reduce_scatterv($self, x, counts, op='sum', out=None, *, algorithm=None, "
-     "timeout=None)\n--\n\n"
-     "See pycoll.Communicator.reduce_scatterv."},
-    {NULL, NULL, 0, NULL},
-};
 
 PyMethodDef pc_reduce_rows_methods[] = {
     {"reduce_rows", (PyCFunction)(void (*)(void))reduce_rows, METH_VARARGS,

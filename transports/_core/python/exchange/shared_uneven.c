@@ -38,6 +38,8 @@ struct block {
 struct uneven_call {
     pc_comm *comm;
     int kind, root;
+    const char *name;
+    struct pc_shared *shared;
     struct pc_uneven *known;
     int num_own, mine; /* arrays of this rank's, and which of them it keeps itself; -1: none */
     struct pc_array own[MAX_SIZE];
@@ -124,7 +126,8 @@ static bool find_text(struct uneven_call *call) {
     int dtype = call->kind == PC_SCATTERV ? 0 : call->own[0].dtype;
     if (known->text != NULL && known->dtype == dtype && known->root == call->root)
         return true;
-    PyObject *text, *said = PyObject_CallFunction(known->sign, "ii", dtype, call->root);
+    PyObject *text, *said = PyObject_CallFunction(call->shared->sign, "sii", call->name, dtype,
+                                                  call->root);
     unsigned long long salt;
     if (said == NULL || !PyArg_ParseTuple(said, "OK", &text, &salt)) {
         Py_XDECREF(said);
@@ -322,12 +325,15 @@ static int begin(const struct uneven_call *call, pc_collective *round, int kind,
 static PyObject *resume(const struct uneven_call *call, PyObject *const *args, Py_ssize_t count,
                         PyObject *keywords) {
     size_t num_rows = call->kind == PC_SCATTERV ? 1 : (size_t)call->comm->size;
+    PyObject *name = PyUnicode_FromString(call->name);
     PyObject *heard =
         PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(num_rows * call->row_nbytes));
     Py_ssize_t num_keywords = keywords != NULL ? PyTuple_Size(keywords) : 0,
                num_args = count + num_keywords;
-    PyObject **all = heard != NULL ? PyMem_Calloc((size_t)num_args + 1, sizeof *all) : NULL;
+    PyObject **all =
+        name != NULL && heard != NULL ? PyMem_Calloc((size_t)num_args + 2, sizeof *all) : NULL;
     if (all == NULL) {
+        Py_XDECREF(name);
         Py_XDECREF(heard);
         return PyErr_NoMemory();
     }
@@ -338,12 +344,14 @@ static PyObject *resume(const struct uneven_call *call, PyObject *const *args, P
         memcpy(at, call->rows[rank], call->row_nbytes);
         at += call->row_nbytes;
     }
-    all[0] = heard;
-    memcpy(all + 1, args, (size_t)num_args * sizeof *all);
+    all[0] = name;
+    all[1] = heard;
+    memcpy(all + 2, args, (size_t)num_args * sizeof *all);
     call->comm->goes_on = true;
-    PyObject *result = pc_call_slow(call->known->resume, all, count + 1, keywords);
+    PyObject *result = pc_call_slow(call->shared->resume, all, count + 2, keywords);
     call->comm->goes_on = false;
     PyMem_Free(all);
+    Py_DECREF(name);
     Py_DECREF(heard);
     return result;
 }
@@ -392,15 +400,15 @@ static PyObject *run(struct uneven_call *call, PyObject *const *args, Py_ssize_t
     return result;
 }
 
-static PyObject *uneven(pc_shared *self, int kind, PyObject *const *args, Py_ssize_t count,
-                        PyObject *keywords) {
-    pc_comm *comm = self->comm;
+PyObject *pc_shared_uneven(struct pc_shared *shared, const char *name, enum pc_uneven_kind kind,
+                           PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    pc_comm *comm = shared->comm;
     PyObject *values[ARGUMENTS] = {NULL};
-    struct uneven_call call = {.comm = comm, .kind = kind, .known = &self->uneven[kind]};
+    struct uneven_call call = {.comm = comm, .kind = kind, .known = &shared->uneven[kind],
+                               .name = name, .shared = shared};
     struct pc_deadline deadline = {0, 0};
     size_t share = (size_t)(ROWS_NBYTES / comm->size / ALIGNMENT * ALIGNMENT);
-    if (comm->usable && comm->direct && !comm->claimed && !comm->busy && !comm->host->python_busy &&
-        comm->size <= MAX_SIZE && !pc_host_failed(comm->host) &&
+    if (comm->direct && comm->size <= MAX_SIZE &&
         parse(twins[kind], args, count, keywords, values) &&
         pc_timeout(values[TIMEOUT], comm->op_timeout_ns, &deadline.timeout_ns) &&
         values[ALGORITHM] == NULL && values[OP] == NULL &&
@@ -420,29 +428,7 @@ static PyObject *uneven(pc_shared *self, int kind, PyObject *const *args, Py_ssi
                 comm->claimed = false;
         }
         Py_XDECREF(call.held);
-        if (is_plain)
-            return result;
+        return result;
     }
-    return pc_call_slow(self->uneven[kind].slow, args, count, keywords);
+    return NULL;
 }
-
-#define UNEVEN(name, kind)                                                                   \
-    static PyObject *uneven_##name(pc_shared *self, PyObject *const *args, Py_ssize_t count, \
-                                   PyObject *keywords) {                                     \
-        return uneven(self, kind, args, count, keywords);                                    \
-    }
-UNEVEN(gatherv, PC_GATHERV)
-UNEVEN(all_gatherv, PC_ALL_GATHERV)
-UNEVEN(scatterv, PC_SCATTERV)
-UNEVEN(all_to_allv, PC_ALL_TO_ALLV)
-
-#define METHOD(name, parameters)                                                      \
-    {#name, (PyCFunction)(void (*)(void))uneven_##name, METH_FASTCALL | METH_KEYWORDS, \
-     #name "($self, " parameters "*, timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
-PyMethodDef pc_shared_uneven_methods[] = {
-    METHOD(gatherv, "x, root=0, out=None, "),
-    METHOD(all_gatherv, "x, out=None, "),
-    METHOD(scatterv, "xs, root=0, out=None, "),
-    METHOD(all_to_allv, "xs, out=None, "),
-    {NULL, NULL, 0, NULL},
-};
