@@ -1,6 +1,5 @@
 """The names of the transports, and why one cannot be used here.
 
-    inproc  ranks as threads of one process, for tests: what a transport in Python must do
     shm     shared memory: the processes of one host
     rdma    InfiniBand and RoCE, by pyverbs: between hosts that have such a device
     tcp     plain sockets: works between any two processes

@@ -17,7 +17,6 @@ from pycoll._transports import rdma_devices
 from pycoll._transports.base import Arrival, Transfer, Transport
 from pycoll._transports.core import CoreTransport, LinkMemory
 from pycoll._transports.core_tcp import TcpNetwork
-from pycoll._transports.inproc import Hub, InprocTransport
 from pycoll._transports.rdma import RdmaTransport, completions_for, open_rdma, receives_for
 from pycoll._transports.zeromq import ZmqTransport
 
@@ -94,9 +93,6 @@ class World:
                 )
                 for rank, one in enumerate(under)
             ]
-        if kind == "inproc":
-            hub = Hub(size)
-            return [InprocTransport(hub, rank) for rank in range(size)]
         if kind in ("tcp", "tcp with lanes"):
             return [over_tcp(rank, size, lanes=1 if kind == "tcp" else 3) for rank in range(size)]
         if kind == "zmq":

@@ -23,7 +23,7 @@ from pycoll._transports.zeromq import AHEAD, WINDOW, ZmqTransport
 from pycoll._transports.zmq_messages import FRAGMENT
 from pycoll.errors import PeerFailed, TransportError
 
-BETWEEN_PROCESSES = [
+WORLDS = [
     *few(
         ["zmq", "shm", "shm in fragments", "tcp", "tcp with lanes", f"{OVER_PYTHON}zmq"],
         ["zmq with CURVE"],
@@ -33,7 +33,6 @@ BETWEEN_PROCESSES = [
         for kind in ("rdma, simulated", f"{OVER_PYTHON}rdma, simulated")
     ),
 ]
-WORLDS = [*BETWEEN_PROCESSES, *few([], ["inproc", f"{OVER_PYTHON}inproc"])]
 """The kinds of transports, each in its tier."""
 
 KINDS = [kind if isinstance(kind, str) else kind.values[0] for kind in WORLDS]
@@ -246,7 +245,7 @@ def network(request: pytest.FixtureRequest) -> Iterator[World]:
     made.close()
 
 
-@pytest.fixture(params=BETWEEN_PROCESSES)
+@pytest.fixture(params=WORLDS)
 def pair(request: pytest.FixtureRequest) -> Iterator[World]:
     """Two ranks with a transport in which a large message takes its time."""
     made = World(request.param, 2)
@@ -335,8 +334,7 @@ def test_transfers_with_a_peer_that_has_ended_fail(world: World) -> None:
     for transfer in (outgoing, later):
         assert isinstance(transfer.error, PeerFailed)
         assert transfer.error.reason == "killed"
-    if world.kind != "inproc":
-        assert isinstance(arrival.accept(memoryview(bytearray(nbytes))).error, PeerFailed)
+    assert isinstance(arrival.accept(memoryview(bytearray(nbytes))).error, PeerFailed)
 
 
 def test_a_receive_half_way_fails_when_its_sender_has_ended(pair: World) -> None:
