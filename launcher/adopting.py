@@ -115,31 +115,25 @@ class AdoptedHost:
                 os.close(link)
 
     def poll(self) -> float:
-        """See `host.OwnHost`."""
         return float("inf")
 
     def watch_joined(self, rank: int, pid: int) -> None:
-        """See `host.Host`."""
         if pid != self._joiners[rank].pid and rank not in self._joined:
             self._watch(rank, pid, self._joined, partial(self._see_lost, rank))
 
     def doing(self, rank: int) -> str:
-        """See `host.Host`."""
         return self._memory.doing(rank)
 
     def state(self, rank: int, pid: int) -> str:
-        """See `host.Host`."""
         return process_doing(pid)
 
     def ask(self, rank: int, heard: Callable[[int, bytes], object]) -> None:
         """See `host.Host`: nobody asks for the ranks of another launcher."""
 
     def tally(self, rank: int) -> Tally | None:
-        """See `host.Host`."""
         return self._memory.tally(rank)
 
     def read_calls(self, heard: Callable[[list[HostCalls]], object]) -> None:
-        """See `host.Host`."""
         heard(self._memory.calls())
 
     def read_waits(
@@ -149,7 +143,6 @@ class AdoptedHost:
         heard(self._memory.waits(size, most))
 
     def tell_failure(self) -> None:
-        """See `host.Host`."""
         self._memory.tell_failure()
 
     def signal(self, signum: int) -> None:

@@ -321,7 +321,6 @@ class LocalHost:
         return _POLL_S if polled else self._silent_s / 4 or float("inf")
 
     def watch_joined(self, rank: int, pid: int) -> None:
-        """See `Host`."""
         started = self._processes[rank]
         if pid == started.pid or started.joined_pidfd is not None:
             return
@@ -334,24 +333,19 @@ class LocalHost:
         self._watch(started.joined_pidfd, lambda: self._see_lost(rank))
 
     def doing(self, rank: int) -> str:
-        """See `Host`."""
         return self._memory.doing(rank)
 
     def state(self, rank: int, pid: int) -> str:
-        """See `Host`."""
         return process.doing(pid or self._processes[rank].pid)
 
     def ask(self, rank: int, heard: Callable[[int, bytes], object]) -> None:
-        """See `Host`."""
         if rank in self._asked:
             self._asked[rank].ask(heard)
 
     def tally(self, rank: int) -> Tally | None:
-        """See `Host`."""
         return self._memory.tally(rank)
 
     def read_calls(self, heard: Callable[[list[HostCalls]], object]) -> None:
-        """See `Host`."""
         heard(self._memory.calls())
 
     def read_waits(
@@ -373,11 +367,9 @@ class LocalHost:
             self._guardian.add_file(path)
 
     def tell_failure(self) -> None:
-        """See `Host`."""
         self._memory.tell_failure()
 
     def signal(self, signum: int) -> None:
-        """See `Host`."""
         if signum in PASSED_ON:
             return self._pass_on(signum)
         self.free_descriptors()
@@ -390,7 +382,6 @@ class LocalHost:
             self._events.say(f"{signal_name(signum)} to {len(reached)} processes")
 
     def signal_rank(self, rank: int, signum: int) -> None:
-        """See `Host`."""
         with contextlib.suppress(OSError):  # who is in the rank's process group was reached
             guardian.signal_members({self._processes[rank].pid}, self._job, signum, rank)
 

@@ -279,7 +279,6 @@ class Hosts:
         return traces
 
     def name_of(self, rank: int) -> str:
-        """Return what the host of a rank is called."""
         number = self._nodes[rank]
         name = self.names[number] if number < len(self.names) > 1 else ""
         if not name or self.names.count(name) > 1:  # nodes of one machine have one name
@@ -442,23 +441,18 @@ class Hosts:
     # What hosts with an agent tell: `remote.RemoteEvents`.
 
     def ended(self, rank: int, status: int) -> None:
-        """Pass it on."""
         self._events.ended(rank, status)
 
     def lost(self, rank: int) -> None:
-        """Pass it on."""
         self._events.lost(rank)
 
     def say(self, text: str) -> None:
-        """Pass it on."""
         self._events.say(text)
 
     def tell(self, lines: Sequence[str]) -> None:
-        """Pass it on."""
         self._events.tell(lines)
 
     def signalled(self, signum: int) -> None:
-        """Pass it on."""
         self._events.signalled(signum)
 
     def here(self, host: RemoteHost) -> None:

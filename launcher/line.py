@@ -143,7 +143,6 @@ class DescriptorLine(Line):
         self._write()
 
     def flush(self, deadline: float) -> None:
-        """See `Line`."""
         while self.is_open and self._outgoing and (left := deadline - time.monotonic()) > 0:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._writing, selectors.EVENT_WRITE)

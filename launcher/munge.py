@@ -72,7 +72,6 @@ class Munge:
         self._ports = [agreed_port(f"{self._step} {i}".encode()) for i in range(_TRIES)]
 
     def share(self, text: str, timeout: float) -> str:
-        """See `Board`."""
         deadline = time.monotonic() + timeout
         if self._rank:
             return self._ask(deadline)

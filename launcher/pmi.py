@@ -30,7 +30,6 @@ class Pmi:
         self._descriptor = descriptor
 
     def share(self, text: str, timeout: float) -> str:
-        """See `Board`."""
         deadline = time.monotonic() + timeout
         with socket.socket(fileno=os.dup(self._descriptor)) as manager:
             space = _Space(manager, deadline)
@@ -51,7 +50,6 @@ class _Space:
         self._name = self._ask("get_my_kvsname")["kvsname"]
 
     def put(self, key: str, value: str) -> None:
-        """Give something."""
         self._ask(f"put kvsname={self._name} key={key} value={value}")
 
     def fence(self) -> None:

@@ -128,7 +128,6 @@ class RemoteHost:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks there."""
         return list(self.places)
 
     @property
@@ -152,7 +151,6 @@ class RemoteHost:
         self.line.send("reach", [list(target) for target in targets], measures)
 
     def start(self, program: RankProgram) -> None:
-        """Have the ranks started."""
         fields = {
             "argv": list(program.argv),
             "environment": dict(program.environment),
@@ -163,7 +161,6 @@ class RemoteHost:
         self.line.send("start", fields)
 
     def watch_joined(self, rank: int, pid: int) -> None:
-        """See `host.Host`."""
         self.line.send("joined", rank, pid)
 
     def doing(self, rank: int) -> str:
@@ -175,7 +172,6 @@ class RemoteHost:
         return self._states.get(rank, ("", "running"))[1]
 
     def ask(self, rank: int, heard: Callable[[int, bytes], object]) -> None:
-        """See `host.Host`."""
         self._heard = heard
         self.line.send("ask", rank)
 
@@ -196,15 +192,12 @@ class RemoteHost:
         self.line.send("waits", size, most)
 
     def tell_failure(self) -> None:
-        """See `host.Host`."""
         self.line.send("failure")
 
     def signal(self, signum: int) -> None:
-        """See `host.Host`."""
         self.line.send("signal", signum)
 
     def signal_rank(self, rank: int, signum: int) -> None:
-        """See `host.Host`."""
         self.line.send("signal_rank", rank, signum)
 
     def sweep(self) -> None:

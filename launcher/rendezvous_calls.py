@@ -128,7 +128,6 @@ class RankWaits:
         return self._members[context]
 
     def stop(self, rank: int) -> None:
-        """Note that `rank` does not wait."""
         wait = self._waits.pop(rank, None)
         if wait is None:
             return

@@ -45,7 +45,6 @@ class Relayed(NamedTuple):
     number: int
 
     def send(self, frame: bytes) -> None:
-        """See `Peer`."""
         self.line.send("link", self.number, frame)
 
 

@@ -100,7 +100,6 @@ class Router:
         self._wakeup.set()
 
     def send(self, identity: bytes, frame: bytes) -> None:
-        """Send to a connection."""
         # A ROUTER drops what is for a connection that is gone, and never blocks.
         self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
         self._wakeup.restore(self._socket)

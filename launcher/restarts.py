@@ -45,7 +45,6 @@ class _Attempt(Job):
         self.quiet_at = 0.0
 
     def open(self, stack: contextlib.ExitStack) -> None:
-        """See `Job`."""
         super().open(stack)
         self._late_at = self._all_late_at
 

@@ -46,7 +46,6 @@ class TorchStore:
         self._key = f"pycoll/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def share(self, text: str, timeout: float) -> str:
-        """See `Board`."""
         deadline = time.monotonic() + min(timeout, _MAX_S)
         host, port = self._address
         try:

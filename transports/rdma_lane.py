@@ -58,7 +58,6 @@ class _Copied:
         self.local_key = endpoint.sending.region.local_key
 
     def close(self) -> None:
-        """Give it back."""
         self._endpoint.free.append(self._slot)
 
 

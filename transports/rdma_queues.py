@@ -52,7 +52,6 @@ class FrameSlots:
         self.region = device.register(self._address, len(self._memory), writable=True)
 
     def view(self, number: int) -> memoryview:
-        """Return the memory of one frame."""
         return self._memory[number * SLOT : (number + 1) * SLOT]
 
     def address(self, number: int) -> int:

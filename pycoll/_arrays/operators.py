@@ -367,7 +367,6 @@ def _is_plain(array: Array) -> bool:
 
 
 def has_finish(op: Op, size: int) -> bool:
-    """Whether `finish` does anything."""
     return op.name == "avg" or (size == 1 and op.name in ("land", "lor", "lxor"))
 
 

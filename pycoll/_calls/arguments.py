@@ -68,7 +68,6 @@ class Target:
 
 
 def check_root(root: int, size: int) -> int:
-    """Check a root rank."""
     root = check_int(root, "root")
     if not 0 <= root < size:
         raise ValueError(f"root is {root}, but the ranks are 0 to {size - 1}")

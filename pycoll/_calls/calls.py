@@ -33,19 +33,15 @@ class Calls(Moves, Reductions, PointToPointCalls):
     """
 
     def gatherv(self, x: A, root: int = 0, out: Any = None) -> CallPlan[list[A] | MaybeNone]:
-        """Prepare a gatherv."""
         return uneven_plans.prepare_gatherv(self._group, x, root, out, self._blocking)
 
     def all_gatherv(self, x: A, out: Any = None) -> CallPlan[list[A]]:
-        """Prepare an all_gatherv."""
         return uneven_plans.prepare_all_gatherv(self._group, x, out, self._blocking)
 
     def scatterv(self, xs: Sequence[A] | None, root: int = 0, out: Any = None) -> CallPlan[A | Any]:
-        """Prepare a scatterv."""
         return uneven_plans.prepare_scatterv(self._group, xs, root, out, self._blocking)
 
     def all_to_allv(self, xs: Sequence[A], out: Any = None) -> CallPlan[list[A]]:
-        """Prepare an all_to_allv."""
         return uneven_plans.prepare_all_to_allv(self._group, xs, out, self._blocking)
 
     def reduce_scatterv(
@@ -57,7 +53,6 @@ class Calls(Moves, Reductions, PointToPointCalls):
         *,
         algorithm: str | None = None,
     ) -> CallPlan[A]:
-        """Prepare a reduce_scatterv."""
         self._check_algorithm("reduce_scatter", algorithm)
         return uneven_plans.prepare_reduce_scatterv(
             self._group, x, counts, op, out, algorithm, self._blocking

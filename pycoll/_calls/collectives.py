@@ -34,7 +34,6 @@ def type_text(value: Value) -> str:
 
 
 def run(group: Group, call: bytes, bound: Bound) -> CallSteps:
-    """Run a collective to its end."""
     number = group.context.begin(call)
     yield from group.run((number, 0), call, bound.how, bound.binding, bound.granule)
     group.context.end(number)

@@ -277,7 +277,6 @@ class CoreRun(Operation):
         return COLLECTIVE.pack(kind, ident, call, subcall + segment, number) + more + self._call
 
     def text(self) -> str:
-        """Return the call."""
         return readable(self._call)
 
 
@@ -470,7 +469,6 @@ def why_failed(group: Group, text: str, ended: Status) -> BaseException | None:
 
 
 def table_of(schedule: Schedule | ExternalSchedule, size: int, num_chunks: int) -> StepTable:
-    """Compile a schedule for the core."""
     return StepTable(size, num_chunks, steps_of(schedule))
 
 

@@ -182,7 +182,6 @@ def _why(selector: Selector, request: Query, able: list[Candidate]) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return seconds with a unit."""
     if seconds == UNKNOWN_S:
         return "unknown"
     scale, unit = next((scale, unit) for limit, scale, unit in _UNITS if seconds < limit * 0.9995)

@@ -188,17 +188,14 @@ class ManyPlan(CallPlan[list[Any]]):
 
     @property
     def reads(self) -> Sequence[Value]:
-        """All arrays."""
         return self._values
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Reduce all buckets at the same time."""
         return _over_messages(
             self.group, signature, self.buckets, self.op, self.algorithm, self.ints
         )
 
     def in_shared_memory(self, shm: ShmComm) -> None:
-        """Reduce one bucket after the other."""
         _through_core(shm, part_of("many", self.text), self.buckets, self.op)
         if self.ints is not None:
             move(shm, "all_gather", *_arrays_of(self.ints, shm.size))

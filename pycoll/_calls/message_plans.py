@@ -40,7 +40,6 @@ class BegunPlan(MessagePlan):
         self._rest = rest
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Do what is left."""
         return self._rest
 
 
@@ -72,7 +71,6 @@ class SendPlan(MessagePlan):
         self.is_buffered = is_buffered
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Send it."""
         if self.dest == PROC_NULL:
             return _nothing()
         if self.is_buffered:
@@ -126,7 +124,6 @@ class ReceivePlan(_FillingPlan):
         self.tag = tag
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Receive it."""
         if self.source == PROC_NULL:
             return self._from_nobody()
         return message_steps.receive(
@@ -152,7 +149,6 @@ class ReceiveHeldPlan(_FillingPlan):
         self.held = held
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Receive it."""
         if self.held is None:
             return self._from_nobody()
         return message_steps.receive_held(self.group, self.held, self.target, self.status, self.gpu)
@@ -195,7 +191,6 @@ class SendReceivePlan(ReceivePlan):
                 self.target.follow(self.outgoing.value)
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Send and receive."""
         receiving = super().steps(signature)
         return message_steps.send_receive(
             self.group, self.outgoing, (self.dest, self.sendtag), receiving
@@ -220,7 +215,6 @@ class ProbePlan(MessagePlan):
         self.tag = tag
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Look for a message."""
         if self.source == PROC_NULL:
             return _nothing((Status(), None) if self.name.endswith("mprobe") else Status())
         return message_steps.PROBES[self.name](self.group, self.source, self.tag)

@@ -487,7 +487,6 @@ def _prepare(
 
 
 def fill_status(group: Group, status: Status | None, message: Incoming) -> None:
-    """Say in a status what a message is."""
     if status is not None:
         status.source = group.rank_of(message.source)
         status.tag = message.tag

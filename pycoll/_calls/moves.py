@@ -31,7 +31,6 @@ class Moves(Preparing):
     """Prepares barriers and collectives that move values; a part of `Calls`."""
 
     def barrier(self, *, algorithm: str | None = None) -> CallPlan[None]:
-        """Prepare a barrier."""
         chosen = self._choose("barrier", 0, algorithm)
         text = f"{self._prefix}barrier(algorithm={chosen})"
         return BarrierPlan(self._group, text, self._route(chosen, two_level_nbytes=0), chosen)
@@ -39,7 +38,6 @@ class Moves(Preparing):
     def broadcast(
         self, x: T | None, root: int = 0, *, algorithm: str | None = None
     ) -> CallPlan[T | Any]:
-        """Prepare a broadcast."""
         group, root = self._group, arguments.check_root(root, self._group.size)
         route = self._route(self._choose("broadcast", 0, algorithm))
         text = f"{self._prefix}broadcast(root={root}{forced_text(algorithm)})"
@@ -48,7 +46,6 @@ class Moves(Preparing):
     def scatter(
         self, x: Any, root: int = 0, out: Any = None, *, algorithm: str | None = None
     ) -> CallPlan[Any]:
-        """Prepare a scatter."""
         group, root = self._group, arguments.check_root(root, self._group.size)
         route = self._route(self._choose("scatter", 0, algorithm))
         text = f"{self._prefix}scatter(root={root}{forced_text(algorithm)})"
@@ -57,7 +54,6 @@ class Moves(Preparing):
     def gather(
         self, x: Any, root: int = 0, out: Any = None, *, algorithm: str | None = None
     ) -> CallPlan[Any]:
-        """Prepare a gather."""
         group, root = self._group, arguments.check_root(root, self._group.size)
         self._check_algorithm("gather", algorithm)
         is_root = group.rank == root
@@ -78,7 +74,6 @@ class Moves(Preparing):
         return self._moved("gather", value, chosen, target, offers, root)
 
     def all_gather(self, x: Any, out: Any = None, *, algorithm: str | None = None) -> CallPlan[Any]:
-        """Prepare an all_gather."""
         group = self._group
         self._check_algorithm("all_gather", algorithm)
         value = conversion.wrap(x)
@@ -102,7 +97,6 @@ class Moves(Preparing):
         return self._moved("all_gather", value, chosen, target, offers)
 
     def all_to_all(self, x: Any, out: Any = None, *, algorithm: str | None = None) -> CallPlan[Any]:
-        """Prepare an all_to_all."""
         group = self._group
         self._check_algorithm("all_to_all", algorithm)
         if conversion.wrap(x) is None:

@@ -159,11 +159,9 @@ class NumberPlan(CallPlan[Any]):
         return OPS.index(self._op), self._packing.code, count if has_finish else 0
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Run the schedule."""
         return collectives.run(self.group, signature, self.bind())
 
     def in_shared_memory(self, shm: ShmComm) -> None:
-        """Exchange them."""
         self._exchange(shm, self._runs, self._target)
 
     def _exchange(self, shm: ShmComm, runs: str, target: memoryview | None) -> None:

@@ -44,7 +44,6 @@ class GatherPlan(CallPlan[Any]):
         self.root = root
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Gather their lengths, then their bytes."""
         return object_collectives.gather(self.group, signature, self.parts, self.choice, self.root)
 
 
@@ -67,11 +66,9 @@ class AllGatherPlan(CallPlan[Any]):
         self.algorithm = algorithm
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Gather their lengths, then their bytes."""
         return object_collectives.all_gather(self.group, signature, self.parts, self.algorithm)
 
     def in_shared_memory(self, shm: ShmComm) -> list[Any]:
-        """Gather their lengths, then their bytes."""
         return shared_memory_calls.all_gather_objects(shm, self.parts)
 
 
@@ -94,11 +91,9 @@ class AllToAllPlan(CallPlan[Any]):
         self.choice = choice
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Exchange them."""
         return object_collectives.all_to_all(self.group, signature, self.blocks, self.choice)
 
     def in_shared_memory(self, shm: ShmComm) -> list[Any]:
-        """Exchange them."""
         return shared_memory_calls.all_to_all_objects(shm, self.blocks)
 
 

@@ -25,7 +25,6 @@ class PointToPointCalls(Preparing):
     """Prepares messages and probes; a part of `Calls`."""
 
     def send(self, x: Any, dest: int, tag: int = 0) -> CallPlan[None]:
-        """Prepare a send."""
         return self._send("send", x, dest, tag)
 
     def ssend(self, x: Any, dest: int, tag: int = 0) -> CallPlan[None]:
@@ -53,7 +52,6 @@ class PointToPointCalls(Preparing):
         out: Any = None,
         status: Status | None = None,
     ) -> CallPlan[Any]:
-        """Prepare a recv."""
         group = self._group
         source = arguments.check_source(source, group.size)
         tag = arguments.check_tag(tag, wildcard=True)
@@ -70,7 +68,6 @@ class PointToPointCalls(Preparing):
         out: Any = None,
         status: Status | None = None,
     ) -> CallPlan[Any]:
-        """Prepare a sendrecv."""
         group = self._group
         dest = arguments.check_peer(dest, "dest", group.size)
         source = arguments.check_source(source, group.size)
@@ -82,19 +79,15 @@ class PointToPointCalls(Preparing):
         )
 
     def probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> CallPlan[Status]:
-        """Prepare a probe."""
         return self._probe("probe", source, tag)
 
     def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> CallPlan[Status | None]:
-        """Prepare an iprobe."""
         return self._probe("iprobe", source, tag)
 
     def mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> CallPlan[Matched]:
-        """Prepare an mprobe."""
         return self._probe("mprobe", source, tag)
 
     def improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> CallPlan[Matched | None]:
-        """Prepare an improbe."""
         return self._probe("improbe", source, tag)
 
     def _probe(self, name: str, source: int, tag: int) -> CallPlan[Any]:

@@ -57,7 +57,6 @@ class Reductions(Preparing):
         *,
         algorithm: str | None = None,
     ) -> CallPlan[T | MaybeNone]:
-        """Prepare a reduce."""
         group, root = self._group, arguments.check_root(root, self._group.size)
         is_root = group.rank == root
         number = self._of_number("reduce", x, op, algorithm, out if is_root else None, root)
@@ -80,7 +79,6 @@ class Reductions(Preparing):
     def all_reduce(
         self, x: T, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
     ) -> CallPlan[T]:
-        """Prepare an all_reduce."""
         number = self._of_number("all_reduce", x, op, algorithm, out)
         if number is not None:
             return number
@@ -104,14 +102,12 @@ class Reductions(Preparing):
         *,
         algorithm: str | None = None,
     ) -> CallPlan[list[T]]:
-        """Prepare an all_reduce_many."""
         self._check_algorithm("all_reduce", algorithm)
         return many.prepare_all_reduce_many(self._group, xs, op, out, algorithm, self._blocking)
 
     def reduce_scatter(
         self, x: Any, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
     ) -> CallPlan[Any]:
-        """Prepare a reduce_scatter."""
         group, resolved = self._group, operators.resolve(op)
         value = lists.one_array("reduce_scatter", x, group.size)
         if value is None:
@@ -124,13 +120,11 @@ class Reductions(Preparing):
     def scan(
         self, x: T, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
     ) -> CallPlan[T]:
-        """Prepare a scan."""
         return self._scan("scan", x, op, out, algorithm)
 
     def exscan(
         self, x: T, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
     ) -> CallPlan[T | MaybeNone]:
-        """Prepare an exscan."""
         return self._scan("exscan", x, op, out, algorithm)
 
     def _scan(

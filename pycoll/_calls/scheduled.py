@@ -52,11 +52,9 @@ class BarrierPlan(CallPlan[None]):
         return collectives.barrier(self.group, self.choice)
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Run the schedule."""
         return collectives.run(self.group, signature, self.bind())
 
     def in_shared_memory(self, shm: ShmComm) -> None:
-        """Wait in shared memory."""
         shm.barrier()
 
     def in_two_levels(self, levels: TwoLevelCall) -> None:

@@ -79,7 +79,6 @@ class ExchangePlan(CallPlan[bytearray]):
         self.row = row
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Gather the rows."""
         return _exchange(self.group, signature, self.row)
 
     def in_shared_memory(self, shm: ShmComm) -> bytearray:
@@ -149,7 +148,6 @@ def child(group: Group, how: str, ranks: Sequence[int], name: str) -> Group:
 
 
 def check_color(color: int | None) -> int | None:
-    """Check the color of a split."""
     return None if color is None else _check_int64(color, "color")
 
 

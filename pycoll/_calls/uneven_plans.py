@@ -278,7 +278,6 @@ class _UnevenPlan(CallPlan[Any]):
 
     @property
     def reads(self) -> Sequence[Value]:
-        """This rank's blocks."""
         return self.own
 
     @property
@@ -297,11 +296,9 @@ class GathervPlan(_UnevenPlan):
     __slots__ = ()
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Send what is here to the root."""
         return uneven.gatherv(self.group, signature, self.own[0], self.root, self.targets)
 
     def in_shared_memory(self, shm: ShmComm) -> Any:
-        """Have the root read it."""
         return shared_memory_uneven.gatherv(
             shm, self.salt, self.own[0], self.root, self.targets, self.heard
         )
@@ -317,11 +314,9 @@ class AllGathervPlan(_UnevenPlan):
     __slots__ = ()
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Send what is here to all."""
         return uneven.all_gatherv(self.group, signature, self.own[0], self.targets)
 
     def in_shared_memory(self, shm: ShmComm) -> Any:
-        """Have all read it."""
         return shared_memory_uneven.all_gatherv(
             shm, self.salt, self.own[0], self.targets, self.heard
         )
@@ -337,11 +332,9 @@ class ScattervPlan(_UnevenPlan):
         return self.own or None
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Send each rank its block."""
         return uneven.scatterv(self.group, signature, self._blocks, self.root, self.targets)
 
     def in_shared_memory(self, shm: ShmComm) -> Any:
-        """Have each rank read its block."""
         return shared_memory_uneven.scatterv(
             shm, self.salt, self._blocks, self.root, self.targets, self.heard
         )
@@ -357,11 +350,9 @@ class AllToAllvPlan(_UnevenPlan):
     __slots__ = ()
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Send each rank its block."""
         return uneven.all_to_allv(self.group, signature, self.own, self.targets)
 
     def in_shared_memory(self, shm: ShmComm) -> Any:
-        """Have each rank read its block."""
         return shared_memory_uneven.all_to_allv(shm, self.salt, self.own, self.targets, self.heard)
 
 
@@ -399,7 +390,6 @@ class ReduceScattervPlan(CallPlan[Any]):
 
     @property
     def reads(self) -> Sequence[Value]:
-        """The array."""
         return (self.x,)
 
     def steps(self, signature: bytes) -> CallSteps:
@@ -414,7 +404,6 @@ class ReduceScattervPlan(CallPlan[Any]):
         return uneven.bind_reduce_scatterv(self.group, x, self.counts, self.op, self.choice, memory)
 
     def in_shared_memory(self, shm: ShmComm) -> Any:
-        """Combine in shared memory."""
         return shared_memory_uneven.reduce_scatterv(
             shm,
             part_of("uneven", self.text),

@@ -182,7 +182,6 @@ class _Run:
         self._deadlock: Sequence[str] = ()  # the launcher's lines, if this has ended one
 
     def begin(self, task: int, reports: Sequence[int]) -> None:
-        """Give the task to all ranks."""
         self._job.deadlock = ()
         for rank, (each, report) in enumerate(zip(self._sockets, reports, strict=True)):
             self._job.listen(each.fileno(), partial(self._hear, rank))

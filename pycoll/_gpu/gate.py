@@ -49,7 +49,6 @@ class Pass(NamedTuple):
 
 
 def read(data: bytes) -> Pass:
-    """Return what `Pass.pack` has packed."""
     return Pass(*_FORM.unpack(data))
 
 

@@ -44,16 +44,13 @@ class GpuMemory:
         self._keep = keep
 
     def export(self) -> tuple[int, int] | None:
-        """See `Elsewhere`."""
         return self._gpu.export(self._pointer, self._nbytes)
 
     def read(self, into: memoryview) -> None:
-        """See `Elsewhere`."""
         self._gpu.flush()
         staging.fetch(None, self._gpu, self._pointer, into).wait()
 
     def write(self, data: bytes) -> None:
-        """See `Elsewhere`."""
         source = np.frombuffer(data, np.uint8)
         stage = Stage(self._gpu, self._pointer, source.dtype, source.shape, (1,), None, self)
         buffer = stage.make_buffer()
@@ -61,7 +58,6 @@ class GpuMemory:
         stage.push(None).wait()
 
     def another(self, nbytes: int) -> GpuMemory:
-        """See `Elsewhere`."""
         memory = DeviceMemory(self._gpu, nbytes)
         return GpuMemory(self._gpu, memory.pointer, nbytes, memory)
 

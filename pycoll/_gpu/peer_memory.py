@@ -53,7 +53,6 @@ class Described(NamedTuple):
 
 
 def read(data: bytes) -> Described:
-    """Return what `Described.pack` has packed."""
     return Described(*_FORM.unpack(data))
 
 

@@ -90,7 +90,6 @@ class FrameSocket:
         self._incoming = bytearray()
 
     def fileno(self) -> int:
-        """Return the descriptor."""
         return self._socket.fileno()
 
     def send(self, frame: bytes) -> bool:
@@ -114,7 +113,6 @@ class FrameSocket:
         return True
 
     def receive(self) -> list[bytes]:
-        """Return the frames that have come."""
         for _ in range(_MAX_READS):
             try:
                 data = self._socket.recv(_READ_NBYTES)

@@ -71,7 +71,6 @@ class Wakeup:
             os.eventfd_write(self._flag, 1)
 
     def clear(self) -> None:
-        """Clear the flag."""
         if not self._epoll.closed:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._flag)

@@ -42,7 +42,6 @@ any_in_core: Callable[[Any, Any], bool] | None = None
 
 
 def begin(plan: CallPlan[Any]) -> Started:
-    """Start a call."""
     group, text, collective = plan.group, plan.text, plan.is_collective
     call = Call(text, group.number if collective else -1, group.context)
     signature = f"{text}\0{caller()}".encode() if collective else b""

@@ -29,7 +29,6 @@ def check_at_least(least: int, value: Any, what: str) -> int:
 
 
 def check_comm(value: Any) -> None:
-    """Check a communicator."""
     if not hasattr(value, "iall_gather"):
         raise TypeError(
             f"comm is a communicator, such as pycoll.init() returns, not {a_kind(value)}"
@@ -48,7 +47,6 @@ def check_nbytes(value: Any, what: str = "nbytes") -> float:
 
 
 def check_name(value: Any, what: str, example: str) -> str:
-    """Check a name, as of a collective."""
     if not isinstance(value, str):
         raise TypeError(f"{what} is a name, for example {example!r}, not {a_kind(value)}")
     return value

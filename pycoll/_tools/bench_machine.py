@@ -42,7 +42,6 @@ class Machine(NamedTuple):
 
 
 def describe() -> Machine:
-    """Describe this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(
         cpu=_cpu(),

@@ -214,7 +214,6 @@ def _cases(
     network: Network,
     slower: Slower,
 ) -> Iterator[SimulatedTime]:
-    """Time one algorithm in all sizes."""
     from pycoll.simulate import WINDOW, ReplayedSteps, replay
 
     hosts = _hosts(size, arguments.ranks_per_node)
