@@ -47,21 +47,7 @@ _NOTHING, _LARGE_BLOCKS, _LONG_HEADS = range(3)
 # (_core/python/exchange/shared_uneven.c); else None.
 
 
-def gatherv(
-    shm: ShmComm, salt: int, x: Value, root: int, targets: BlockTargets, heard: memoryview | None
-) -> Any:
-    """Gather to the root: there the list of blocks by rank; None elsewhere."""
-    return _gather(shm, salt, GATHER, x, root, targets, heard)
-
-
-def all_gatherv(
-    shm: ShmComm, salt: int, x: Value, targets: BlockTargets, heard: memoryview | None
-) -> Any:
-    """Gather to every rank the list of blocks by rank."""
-    return _gather(shm, salt, ALL_GATHER, x, 0, targets, heard)
-
-
-def _gather(
+def gather(
     shm: ShmComm,
     salt: int,
     kind: int,
@@ -70,6 +56,7 @@ def _gather(
     targets: BlockTargets,
     heard: memoryview | None,
 ) -> Any:
+    """Gather to the root (`GATHER`) or every rank (`ALL_GATHER`) the list of blocks by rank."""
     x, size, me = _contiguous(x), shm.size, shm.rank
     if heard is None:
         heard = memoryview(bytearray(size * MAX_ROW_NBYTES))

@@ -289,6 +289,11 @@ class _UnevenPlan(CallPlan[Any]):
         """Return the list of blocks."""
         return self.targets.finish(got, late)
 
+    def _gather(self, shm: ShmComm, kind: int) -> Any:
+        return shared_memory_uneven.gather(
+            shm, self.salt, kind, self.own[0], self.root, self.targets, self.heard
+        )
+
 
 class GathervPlan(_UnevenPlan):
     """A gatherv; arguments as of `_UnevenPlan`."""
@@ -299,9 +304,7 @@ class GathervPlan(_UnevenPlan):
         return uneven.gatherv(self.group, signature, self.own[0], self.root, self.targets)
 
     def in_shared_memory(self, shm: ShmComm) -> Any:
-        return shared_memory_uneven.gatherv(
-            shm, self.salt, self.own[0], self.root, self.targets, self.heard
-        )
+        return self._gather(shm, shared_memory_uneven.GATHER)
 
     def result(self, got: Any, late: LateCopies) -> Any:
         """Return the list of blocks on the root, None elsewhere."""
@@ -317,9 +320,7 @@ class AllGathervPlan(_UnevenPlan):
         return uneven.all_gatherv(self.group, signature, self.own[0], self.targets)
 
     def in_shared_memory(self, shm: ShmComm) -> Any:
-        return shared_memory_uneven.all_gatherv(
-            shm, self.salt, self.own[0], self.targets, self.heard
-        )
+        return self._gather(shm, shared_memory_uneven.ALL_GATHER)
 
 
 class ScattervPlan(_UnevenPlan):
