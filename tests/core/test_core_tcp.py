@@ -1,8 +1,9 @@
 """Links over TCP, the core's code in programs of their own: random calls, and bytes of a stranger.
 
 `tests/core/tcp_random.c` has ranks that do everything at random and checks what they are told and
-given. `tests/core/tcp_fuzz.c` feeds one of them with bytes that a fuzzer has found, kept in
-`tests/core/corpus`. It looks for more so, with the program that the second test builds:
+given. `tests/core/tcp_many.c` has very many messages wait. `tests/core/tcp_fuzz.c` feeds a rank
+with bytes that a fuzzer has found, kept in `tests/core/corpus`. It looks for more so, with the
+program that the second test builds:
 
     tcp_fuzz --fuzz SECONDS SEED FOLDER
 """
@@ -65,6 +66,12 @@ def test_random_calls_of_linked_ranks_deliver_every_byte_and_touch_no_other(
     assert counts["messages"] >= 30 * worlds
     # Each of these must have happened often enough to say something.
     assert all(count >= worlds / 10 for count in counts.values()), counts
+
+
+def test_what_waits_of_very_many_messages_costs_the_same_for_each(tmp_path: Path) -> None:
+    program = build(tmp_path, "tcp_many", CORE, PLAIN)
+    run = call([*prefix_of(PLAIN), program, "300000"], tmp_path)
+    assert run.returncode == 0, run.stdout
 
 
 COVERAGE = "-fsanitize-coverage=trace-pc"

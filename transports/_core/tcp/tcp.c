@@ -53,7 +53,8 @@ static void unlink_peer(struct pc_tcp *tcp, struct pc_tcp_peer *peer) {
     }
     pc_tcp_free_outs(tcp, peer->first);
     peer->first = peer->last = NULL;
-    peer->active = NULL;
+    while (peer->active != NULL)
+        pc_tcp_deactivate(peer, peer->active);
     if (peer->doubtful)
         tcp->restless--;
     peer->doubtful = false;
@@ -134,20 +135,12 @@ void pc_tcp_free_send(struct pc_tcp *tcp, struct pc_tcp_send *send) {
     free(send);
 }
 
-static void deactivate(struct pc_tcp_peer *peer, struct pc_tcp_send *send) {
-    for (struct pc_tcp_send **place = &peer->active; *place != NULL; place = &(*place)->next_active)
-        if (*place == send) {
-            *place = send->next_active;
-            return;
-        }
-}
-
 bool pc_tcp_stop(struct pc_tcp *tcp, uint64_t id) {
     struct pc_tcp_send *send = pc_table_get(&tcp->sends, id);
     if (send == NULL || send->pushed || (send->accepted && send->next == send->nbytes))
         return false;
     send->stopped = true;
-    deactivate(&tcp->peers[send->peer], send);
+    pc_tcp_deactivate(&tcp->peers[send->peer], send);
     return true;
 }
 
@@ -180,7 +173,11 @@ static bool keep_pieces(struct pc_tcp_out *out, struct pc_tcp_send *send) {
 /* Free a send whose pieces may be on their way: what lanes have of it is kept for them. */
 static void abandon(struct pc_tcp *tcp, struct pc_tcp_send *send) {
     struct pc_tcp_peer *peer = &tcp->peers[send->peer];
-    deactivate(peer, send);
+    pc_tcp_deactivate(peer, send);
+    /* Lanes may have much to write of others, and many sends may be abandoned. */
+    bool is_in_lanes = send->accepted && (send->nbytes == 0 || send->next > send->written);
+    if (!send->pushed && !is_in_lanes)
+        return;
     bool kept = keep_pieces(peer->first, send);
     for (int lane = 0; kept && peer->lanes != NULL && lane < tcp->num_lanes; lane++)
         kept = keep_pieces(peer->lanes[lane].first, send);
@@ -464,7 +461,8 @@ bool pc_tcp_idle(struct pc_tcp *tcp) { return tcp->restless == 0; }
 
 void pc_tcp_say_goodbye(struct pc_tcp *tcp) {
     for (int peer = 0; peer < tcp->size; peer++) {
-        tcp->peers[peer].active = NULL;
+        while (tcp->peers[peer].active != NULL)
+            pc_tcp_deactivate(&tcp->peers[peer], tcp->peers[peer].active);
         if ((tcp->peers[peer].used || tcp->peers[peer].lanes != NULL) && !tcp->peers[peer].lost)
             pc_tcp_tell(tcp, peer, PC_TCP_BYE, 0, tcp->peers[peer].given);
     }

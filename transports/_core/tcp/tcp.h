@@ -87,7 +87,8 @@ struct pc_tcp_send {
     struct iovec *parts;          /* of the payload; freed with this */
     size_t num_parts;
     void *owner; /* of the memory: up to the caller */
-    struct pc_tcp_send *next_active;
+    bool is_active; /* accepted, with fragments to be pulled: those before and after it */
+    struct pc_tcp_send *prev_active, *next_active;
 };
 
 /* A message that was accepted, or one that was pushed and is being read. */
@@ -127,7 +128,7 @@ struct pc_tcp_lane {
 struct pc_tcp_peer {
     struct pc_tcp_lane *lanes; /* NULL: not linked yet */
     struct pc_tcp_out *first, *last; /* what waits for the link */
-    struct pc_tcp_send *active; /* accepted, with fragments to be pulled, in turn */
+    struct pc_tcp_send *active, *last_active; /* which have their turns in that order */
     struct pc_tcp_peer *next_granted;
     bool granted;               /* it has accepted something, of which nothing is written yet */
     uint64_t owed[2];  /* bytes that wait at the peer: buffered, pushed */
@@ -242,6 +243,9 @@ bool pc_tcp_flush(struct pc_tcp *tcp);
 void pc_tcp_close(struct pc_tcp *tcp);
 
 /* tcp_write.c */
+/* Have fragments of a send pulled, behind those of others; or not any more. */
+void pc_tcp_activate(struct pc_tcp_peer *peer, struct pc_tcp_send *send);
+void pc_tcp_deactivate(struct pc_tcp_peer *peer, struct pc_tcp_send *send);
 void pc_tcp_tell(struct pc_tcp *tcp, int peer, enum pc_tcp_kind kind, uint64_t id, uint64_t value);
 void pc_tcp_write(struct pc_tcp *tcp, int peer, int lane);
 void pc_tcp_write_all(struct pc_tcp *tcp, int peer);

@@ -100,10 +100,7 @@ static bool take_go(struct pc_tcp *tcp, int number, const struct pc_tcp_frame *f
         return false;
     send->accepted = true;
     send->theirs = frame->value;
-    struct pc_tcp_send **last = &peer->active;
-    while (*last != NULL)
-        last = &(*last)->next_active;
-    *last = send;
+    pc_tcp_activate(peer, send);
     if (!peer->granted) {
         peer->granted = true;
         peer->next_granted = tcp->granted;

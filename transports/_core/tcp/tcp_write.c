@@ -192,6 +192,24 @@ void pc_tcp_end_send(struct pc_tcp *tcp, struct pc_tcp_send *send) {
 
 /* --- writing ---------------------------------------------------------------------------------- */
 
+void pc_tcp_activate(struct pc_tcp_peer *peer, struct pc_tcp_send *send) {
+    send->is_active = true;
+    send->next_active = NULL;
+    send->prev_active = peer->last_active;
+    *(peer->last_active != NULL ? &peer->last_active->next_active : &peer->active) = send;
+    peer->last_active = send;
+}
+
+void pc_tcp_deactivate(struct pc_tcp_peer *peer, struct pc_tcp_send *send) {
+    if (!send->is_active)
+        return;
+    send->is_active = false;
+    *(send->prev_active != NULL ? &send->prev_active->next_active : &peer->active) =
+        send->next_active;
+    *(send->next_active != NULL ? &send->next_active->prev_active : &peer->last_active) =
+        send->prev_active;
+}
+
 /* Take the next fragment of the sends that are accepted, which have their turns; NULL: there is
    none. */
 static struct pc_tcp_out *pull(struct pc_tcp *tcp, struct pc_tcp_peer *peer) {
@@ -211,14 +229,9 @@ static struct pc_tcp_out *pull(struct pc_tcp *tcp, struct pc_tcp_peer *peer) {
     out->nbytes = nbytes;
     send->next += nbytes;
     peer->given += nbytes;
-    peer->active = send->next_active;
-    send->next_active = NULL;
-    if (send->next < send->nbytes) {
-        struct pc_tcp_send **last = &peer->active;
-        while (*last != NULL)
-            last = &(*last)->next_active;
-        *last = send;
-    }
+    pc_tcp_deactivate(peer, send);
+    if (send->next < send->nbytes)
+        pc_tcp_activate(peer, send);
     return out;
 }
 
