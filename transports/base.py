@@ -10,7 +10,9 @@ Eager       A message of at most `EAGER_LIMIT` bytes is buffered: its transfer i
             `send` returns, and its payload arrives with its header. That holds while the peer
             has consumed all but `CREDIT` bytes of what was buffered for it; past that, and
             above the limit, only the header travels at once, and the payload follows when the
-            receiver has accepted the message. So a slow receiver bounds the memory of both sides,
+            receiver has accepted the message. (Shared memory sends the payload of a very short
+            one that `push` was given with its header even then; its transfer is done when it was
+            received.) So a slow receiver bounds the memory of both sides,
             and a header is never stuck behind a payload nobody asked for.
 Ownership   The payload views given to `send` must stay unchanged until the transfer is done; the
             view given to `Arrival.accept` belongs to the transport until that transfer is done.

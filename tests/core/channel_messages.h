@@ -213,5 +213,6 @@ static void enter(void *owner) {
 
 static const struct pc_channel_up up = {arrived,   arrived_in_block, offered,   sent,
                                         cancelled, received,         withdrawn, bye,
-                                        lost,      release,          leave,     enter};
+                                        lost,      release,          leave,     enter,
+                                        NULL};
 #endif

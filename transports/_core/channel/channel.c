@@ -379,6 +379,28 @@ uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, con
     return send->id;
 }
 
+uint64_t pc_channel_push(pc_channel *channel, struct pc_channel_send *send, const void *header,
+                         size_t header_nbytes, const void *payload) {
+    unsigned char body[sizeof(struct pc_pushed) + PC_PUSH_NBYTES];
+    send->mode = PC_AHEAD;
+    send->transfer = -1;
+    send->id = pc_table_add(&channel->sends, send);
+    if (send->id == 0) {
+        pc_channel_send_free(channel, send);
+        return 0;
+    }
+    struct pc_pushed pushed = {send->id, send->nbytes};
+    memcpy(body, &pushed, sizeof pushed);
+    if (send->nbytes > 0)
+        memcpy(body + sizeof pushed, payload, send->nbytes);
+    if (put_or_note(channel, send->peer, PC_PUSHED, body, sizeof pushed + send->nbytes, header,
+                    header_nbytes) < 0) {
+        pc_channel_send_end(channel, send, true);
+        return 0;
+    }
+    return send->id;
+}
+
 /* The caller may do what it likes with its memory again. */
 static void let_go(pc_channel *channel, struct pc_channel_send *send) {
     void *owner = send->owner;
@@ -407,6 +429,8 @@ static bool can_stop(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_transfer *transfer = pc_channel_transfer(channel, send);
     if (send->mode == PC_FRAGMENTS)
         return send->sent < send->nbytes;
+    if (send->mode == PC_AHEAD)
+        return false;
     if (transfer == NULL ||
         pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_WITHDRAWN))
         return true;

@@ -4,7 +4,9 @@
    A message has a header and a payload. A small one is *posted*: it is in shared memory when the
    call returns. A large one, or one that finds no room, is *offered*: its header goes, and the
    payload follows when the receiver accepts it; straight from memory to memory if the kernel allows
-   that, else in fragments.
+   that, else in fragments. A very small one that finds no room, and that nobody takes back, is
+   *pushed*: its payload goes along with its header, and as one that was offered it is over when the
+   receiver has used it. So many of them cost little more than few.
 
    Plain C, which knows nothing of Python. Nothing here locks: the caller does, for everything.
    While something long is copied or waited for `leave` has been called, and `enter` when it is
@@ -35,6 +37,10 @@
 #define PC_OFFERED_NBYTES ((size_t)12 << 10)
 #endif
 
+/* A payload of that length or less may be pushed: its copy is no longer than what is kept of an offer
+   anyway. */
+#define PC_PUSH_NBYTES ((size_t)256)
+
 /* Bytes copied by one call of progress: it must come back to look at the other things. */
 #ifndef PC_BUDGET
 #define PC_BUDGET ((size_t)4 << 20)
@@ -44,6 +50,7 @@ enum pc_channel_kind {
     PC_EAGER = 1,   /* header, payload */
     PC_EAGER_HEAP,  /* block (filling, payload), header */
     PC_EAGER_WHOLE, /* block (filling, header, payload) */
+    PC_PUSHED,      /* struct pc_pushed, payload, header */
     PC_READY,       /* struct pc_offer, header */
     PC_READY_WHOLE, /* struct pc_offer, block of the header */
     PC_TAKE,        /* id: the receiver copies, and may be helped */
@@ -59,6 +66,10 @@ struct pc_offer {
     uint64_t address;   /* of the payload, or of a table of its parts */
     uint32_t num_parts;
     int32_t transfer;   /* -1: none was free, it can only go in fragments */
+};
+
+struct pc_pushed {
+    uint64_t id, nbytes;
 };
 
 struct pc_fragment {
@@ -104,7 +115,7 @@ struct pc_peer {
     bool dead;
 };
 
-enum pc_mode { PC_OFFERED, PC_HELPING, PC_COPYING, PC_FRAGMENTS, PC_STALLED, PC_ABANDONED };
+enum pc_mode { PC_OFFERED, PC_HELPING, PC_COPYING, PC_FRAGMENTS, PC_STALLED, PC_ABANDONED, PC_AHEAD };
 
 struct pc_channel_send {
     uint64_t id;
@@ -164,6 +175,9 @@ struct pc_channel_up {
     void (*release)(void *owner, void *memory); /* the owner of memory that is used no more */
     void (*leave)(void *owner);
     void (*enter)(void *owner);
+    /* `pc_channel_tell` with PC_FINISHED and the id must follow when it is used, or dropped. */
+    void (*pushed)(void *owner, int peer, const void *header, size_t header_nbytes,
+                   const void *payload, size_t nbytes, uint64_t id);
 };
 
 typedef struct pc_channel {
@@ -230,6 +244,15 @@ bool pc_channel_fetch_offered(pc_channel *channel, int peer, struct pc_filling *
    0: there is no memory, and it has been freed. */
 uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, const void *header,
                           size_t header_nbytes);
+/* Whether one may be pushed: it goes into one item. */
+static inline bool pc_channel_may_push(const pc_channel *channel, size_t header_nbytes,
+                                       size_t nbytes) {
+    size_t total = PC_ITEM_NBYTES + sizeof(struct pc_pushed) + nbytes + header_nbytes;
+    return nbytes <= PC_PUSH_NBYTES && total <= channel->inline_limit;
+}
+/* Push it; its payload is copied. As pc_channel_offer. */
+uint64_t pc_channel_push(pc_channel *channel, struct pc_channel_send *send, const void *header,
+                         size_t header_nbytes, const void *payload);
 /* Free an offered message that needs no more; `finished` by its receiver, or taken back before it
    was taken. */
 void pc_channel_send_end(pc_channel *channel, struct pc_channel_send *send, bool reuse_transfer);

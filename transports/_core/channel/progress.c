@@ -272,6 +272,20 @@ static int handle_ready(pc_channel *channel, int rank, struct pc_item *item, siz
     return 0;
 }
 
+static int handle_pushed(pc_channel *channel, int rank, struct pc_item *item, size_t room) {
+    size_t header_nbytes = pc_item_header(item);
+    struct pc_pushed pushed;
+    if (room < sizeof pushed + header_nbytes)
+        return -2;
+    memcpy(&pushed, item->body, sizeof pushed);
+    if (pushed.nbytes > room - sizeof pushed - header_nbytes)
+        return -2;
+    const unsigned char *payload = item->body + sizeof pushed;
+    channel->up->pushed(channel->owner, rank, payload + pushed.nbytes, header_nbytes, payload,
+                        (size_t)pushed.nbytes, pushed.id);
+    return 0;
+}
+
 static int handle_data(pc_channel *channel, int rank, struct pc_item *item, size_t room) {
     struct pc_peer *peer = &channel->peers[rank];
     struct pc_fragment fragment;
@@ -350,6 +364,8 @@ static int handle(pc_channel *channel, int rank, struct pc_item *item, int64_t i
     case PC_EAGER_HEAP:
     case PC_EAGER_WHOLE:
         return handle_eager(channel, rank, item, room);
+    case PC_PUSHED:
+        return handle_pushed(channel, rank, item, room);
     case PC_READY:
     case PC_READY_WHOLE:
         return handle_ready(channel, rank, item, room);

@@ -17,6 +17,7 @@
 
 enum shm_state {
     SHM_EAGER,     /* the payload is here, in memory of ours or in a ring */
+    SHM_PUSHED,    /* so it is, and its sender is to be told that it was used */
     SHM_BLOCK,     /* in a block */
     SHM_OFFERED,
     SHM_READING,
@@ -44,6 +45,10 @@ struct pc_shm_message {
 
 static inline struct pc_link_shm *shm_of(struct pc_link *link) {
     return (struct pc_link_shm *)link;
+}
+/* It lies in a ring, until it is moved to memory of ours. */
+static inline bool is_short(const struct pc_shm_message *record) {
+    return record->state == SHM_EAGER || record->state == SHM_PUSHED;
 }
 static inline struct pc_shm_message *record_of(const struct pc_message *message) {
     return (struct pc_shm_message *)(uintptr_t)message->token[0];
@@ -119,6 +124,9 @@ static inline void use(struct pc_link_shm *shm, struct pc_shm_message *record) {
         pc_channel_consume(&shm->channel, record->peer, record->nbytes, &record->block);
     else if (record->state == SHM_EAGER)
         pc_channel_use(&shm->channel, record->peer, record->nbytes);
+    else if (record->state == SHM_PUSHED)
+        /* without memory the sender waits in vain */
+        pc_channel_tell(&shm->channel, record->peer, PC_FINISHED, record->offer.id);
 }
 
 static inline void lose(struct pc_link_shm *shm, int peer, bool is_mad) {
@@ -168,7 +176,11 @@ static int shm_send(struct pc_link *link, struct pc_send *send, const void *head
         pc_channel_send_free(&shm->channel, offer);
         return PC_SENT;
     }
-    send->token[0] = pc_channel_offer(&shm->channel, offer, header, header_nbytes);
+    bool may_push = way == PC_MAY_PUSH && send->num_parts == 1 &&
+                    pc_channel_may_push(&shm->channel, header_nbytes, send->nbytes);
+    send->token[0] = may_push ? pc_channel_push(&shm->channel, offer, header, header_nbytes,
+                                                send->parts->iov_base)
+                              : pc_channel_offer(&shm->channel, offer, header, header_nbytes);
     return send->token[0] != 0 ? PC_UNDER_WAY : -ENOMEM;
 }
 
@@ -318,7 +330,7 @@ static int tell(struct pc_link_shm *shm, struct pc_shm_message *record) {
 /* A copy of a message that lasts; its header only if it is not told yet. NULL: there is no
    memory. */
 static struct pc_shm_message *copy_of(const struct pc_shm_message *record, bool with_header) {
-    size_t here = record->state == SHM_EAGER ? record->nbytes : 0;
+    size_t here = is_short(record) ? record->nbytes : 0;
     size_t header_nbytes = with_header ? record->header_nbytes : 0;
     struct pc_shm_message *copy = malloc(sizeof *copy + here + header_nbytes);
     if (copy == NULL)
@@ -326,7 +338,7 @@ static struct pc_shm_message *copy_of(const struct pc_shm_message *record, bool 
     *copy = *record;
     if (here > 0)
         memcpy(copy->bytes, record->payload, here);
-    if (record->state == SHM_EAGER)
+    if (is_short(record))
         copy->payload = copy->bytes;
     if (header_nbytes > 0)
         memcpy(copy->bytes + here, record->header, header_nbytes);
@@ -346,10 +358,16 @@ static void came(struct pc_link_shm *shm, struct pc_shm_message *what) {
         return;
     if (peer->unreported.first == NULL && peer->num_withdrawn == 0) {
         /* There is memory for it before it is told: afterwards it cannot be refused. */
+        size_t here = is_short(what) ? what->nbytes : 0;
+        if (shm->spare == NULL || shm->spare_nbytes < here) {
+            free(shm->spare);
+            shm->spare = malloc(sizeof *shm->spare + here);
+            shm->spare_nbytes = here;
+        }
         struct pc_shm_message *record = shm->spare;
+        size_t room = shm->spare_nbytes;
         shm->spare = NULL;
-        if (record == NULL &&
-            (record = malloc(sizeof *record + shm->channel.inline_limit)) == NULL) {
+        if (record == NULL) {
             lose(shm, what->peer, false);
             return;
         }
@@ -359,7 +377,7 @@ static void came(struct pc_link_shm *shm, struct pc_shm_message *what) {
             add_offer(shm, record);
         int answer = tell(shm, record);
         if (answer == 0) {
-            if (record->state == SHM_EAGER) {
+            if (is_short(record)) {
                 if (record->nbytes > 0)
                     memcpy(record->bytes, record->payload, record->nbytes);
                 record->payload = record->bytes;
@@ -374,6 +392,7 @@ static void came(struct pc_link_shm *shm, struct pc_shm_message *what) {
             record->next->at = record->at;
         free(shm->spare);
         shm->spare = record;
+        shm->spare_nbytes = room;
         if (answer == -EPROTO)
             lose(shm, what->peer, true);
         if (answer == 1 || answer == -EPROTO || peer->forgotten)
@@ -467,6 +486,17 @@ static void arrived(void *owner, int peer, const void *header, size_t header_nby
                                          .nbytes = nbytes});
 }
 
+static void pushed(void *owner, int peer, const void *header, size_t header_nbytes,
+                   const void *payload, size_t nbytes, uint64_t id) {
+    came(owner, &(struct pc_shm_message){.state = SHM_PUSHED,
+                                         .peer = peer,
+                                         .header = header,
+                                         .header_nbytes = header_nbytes,
+                                         .payload = payload,
+                                         .nbytes = nbytes,
+                                         .offer.id = id});
+}
+
 static void arrived_in_block(void *owner, int peer, const void *header, size_t header_nbytes,
                              const unsigned char *payload, size_t nbytes,
                              const struct pc_block *block) {
@@ -551,7 +581,8 @@ static void stay(void *owner) { (void)owner; }
 
 static const struct pc_channel_up shm_up = {arrived,   arrived_in_block, offered,   sent,
                                             cancelled, received,         withdrawn, bye,
-                                            lost,      release,          stay,      stay};
+                                            lost,      release,          stay,      stay,
+                                            pushed};
 
 /* --- the direct way --------------------------------------------------------------------------- */
 

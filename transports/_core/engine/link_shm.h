@@ -32,7 +32,8 @@ struct pc_link_shm {
     int *local;                /* by rank in the job; -1: not on this host */
     struct pc_shm_message *messages; /* all that the engine or the link knows */
     /* for a message in a ring, which is most often used while it is told */
-    struct pc_shm_message *spare;
+    struct pc_shm_message *spare; /* with room for a payload of so many bytes */
+    size_t spare_nbytes;
     struct pc_chains offers;         /* by peer and id */
     /* accepted or offered messages of which the end is to be told */
     struct pc_shm_queue over;
