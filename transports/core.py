@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 REFUSED, TAKEN_BACK, NO_VALUE = -100001, -100003, -100004
 """The status of a receive whose message does not fit, or was taken back; of a wrong algorithm."""
 
-ARRIVED, HELD, ENDED, REQUEST, _, _, ASKED, FINISHED, LOST, WANTED, WATCHED = range(11)
+ARRIVED, HELD, ENDED, REQUEST, _, _, _, ASKED, FINISHED, LOST, WANTED, WATCHED = range(12)
 """Events, numbered as in _core/python/engine/engine_type.h."""
 
 BUFFER, MAY_PUSH, OFFER = range(3)

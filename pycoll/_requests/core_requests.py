@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pycoll._transports._core as _core
 from pycoll._calls.call_plan import CallPlan
+from pycoll._requests import core_several
 from pycoll._requests import request as requests
 from pycoll._requests.core_started import CoreStarted, Owner, waiting
 from pycoll._requests.request import PersistentRequest, Request
@@ -257,18 +258,27 @@ class Both(_core.Both, Request[Any], shown_as="Request"):
         if made is not None:
             return made
         received, sent, engine = self._received, self._sent, self._group.engine
-        _, _, dest, tag, _ = sent._description
-        source = _name(received._description[2])
-        text = f"isendrecv(dest={dest}, source={source}, tag={tag})"
+        call = self._call
         with engine.locked():
             if self._made is None:
                 self._made = engine.start(
-                    Call(text, -1, self._group.context),
+                    call,
                     message_steps.finish_both(received._task, sent._task),
                     lambda _: (received.result, ()),
                     collective=False,
                 )
             return self._made
+
+    @property
+    def _call(self) -> Call:
+        _, _, dest, tag, _ = self._sent._description
+        source = _name(self._received._description[2])
+        text = f"isendrecv(dest={dest}, source={source}, tag={tag})"
+        return Call(text, -1, self._group.context)
+
+    def _calls(self) -> list[tuple[Call, Collection[int]]]:
+        parts = self._received, self._sent
+        return [(self._call, part._waits_for()) for part in parts if not part.done]
 
     @waiting
     def _wait(self, timeout: float | None = None) -> Any:
@@ -315,6 +325,9 @@ class CorePersistent(_core.Persistent, PersistentRequest[Any], shown_as="Persist
             raise Error(f"{last._started().call} is still under way: wait() for it first")
         self._in_core = self._begin()
         return self
+
+    def _calls(self) -> list[tuple[Call, Collection[int]]]:
+        return self._in_core._calls() if self._in_core is not None else []
 
     def _last(self) -> Request[Any]:
         last: Request[Any] | None = self._in_core
@@ -369,6 +382,7 @@ class CorePersistent(_core.Persistent, PersistentRequest[Any], shown_as="Persist
 
 requests.in_core = wait_all
 requests.any_in_core = wait_any
+requests.wait_in_core = core_several.wait
 
 
 def _dump(x: Any) -> list[memoryview] | None:

@@ -109,6 +109,10 @@ class CoreStarted(Request[Any]):
     def _started(self) -> CoreTask:  # type: ignore[override]
         return self._task
 
+    def _calls(self) -> list[tuple[Call, Collection[int]]]:
+        """Return what is not done of it, with the world ranks that must do something for it."""
+        return [] if self.done else [(self._call, self._waits_for())]
+
     def _is_committed(self) -> bool:
         """Whether it can be taken back no more."""
         return False

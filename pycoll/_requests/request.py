@@ -41,6 +41,11 @@ any_in_core: Callable[[Any, Any], bool] | None = None
 """The core's `wait_any`: whether one is done; False: that is left to Python."""
 
 
+wait_in_core: Callable[[str, list[Any], int, float], bool] | None = None
+"""Waits for long until so many requests are done, or one has failed; False: that is left to tasks
+of Python's."""
+
+
 def begin(plan: CallPlan[Any]) -> Started:
     group, text, collective = plan.group, plan.text, plan.is_collective
     call = Call(text, group.number if collective else -1, group.context)
@@ -370,6 +375,10 @@ def _wait_for(
     """Return when so many more are done, or one has failed."""
     engine = pending[0]._group.engine
     seconds = pending[0]._seconds(timeout)
+    if wait_in_core is not None and wait_in_core(what, list(pending), needed, seconds):
+        return
+    pending = [request for request in pending if not request.done] or pending
+    needed = min(needed, len(pending))
     tasks = [request._started() for request in pending]  # which may take the engine's lock
     if any(request._group.engine is not engine for request in pending):
         return _wait_in_worlds(what, pending, tasks, needed, seconds)

@@ -219,6 +219,10 @@ class Several(Operation):
         if self.needed == 0 or task.error is not None:
             self.finish()
 
+    def calls(self) -> list[tuple[Call, Collection[int]]]:
+        """Return those that are not done, each with the ranks that it waits for."""
+        return [(task.call, task.awaited()) for task in self.tasks if not task.done]
+
     def forget(self) -> None:
         """Watch no more."""
         for task in self.tasks:

@@ -208,24 +208,24 @@ def needed(call: Call, rank: int) -> Collection[int]:
 def options_of(operation: Operation, call: Call) -> Options:
     """Return what must happen elsewhere before an operation, which `call` waits for, is done."""
     if isinstance(operation, Several):
-        waiting = [task for task in operation.tasks if not task.done]
-        each = [_needs(task, task.call) for task in waiting]
-        if operation.needed < len(waiting):
+        each = [_needs(call, awaited) for call, awaited in operation.calls()]
+        if operation.needed < len(each):
             return each if all(each) else []
         return [[need for needs in each for need in needs]]
-    needs = _needs(operation, call)
+    if isinstance(operation, Agreement):
+        return [[(call.context.ident, AGREES, sorted(operation.awaited()))]]
+    needs = _needs(call, operation.awaited())
     return [needs] if needs else []
 
 
 def _once(needs: list[Need]) -> list[Need]:
     """Leave out what is needed twice, as by two receives from one rank."""
-    return [need for index, need in enumerate(needs) if need not in needs[:index]]
+    different = {(ident, number, *ranks): (ident, number, ranks) for ident, number, ranks in needs}
+    return list(different.values())
 
 
-def _needs(operation: Operation, call: Call) -> list[Need]:
-    context, ranks = call.context, set(operation.awaited())
-    if isinstance(operation, Agreement):
-        return [(context.ident, AGREES, sorted(ranks))]
+def _needs(call: Call, awaited: Collection[int]) -> list[Need]:
+    context, ranks = call.context, set(awaited)
     if call.number >= 0:
         rank = context.members.index(context.me)
         ranks |= {context.members[other] for other in needed(call, rank)}

@@ -76,6 +76,8 @@ class Several(requests.Several):
 
 cleanup.callback(setattr, requests, "Several", requests.Several)
 requests.Several = Several
+cleanup.callback(setattr, requests, "wait_in_core", requests.wait_in_core)
+requests.wait_in_core = None  # which looks under a lock of its own
 x = np.ones(3)
 for turn, wait in enumerate((pycoll.wait_any, pycoll.wait_some, pycoll.wait_all)):
     for begin in (comm.isendrecv, lambda *args: comm.persistent.sendrecv(*args).start()):

@@ -65,6 +65,29 @@ ok()
     scripts(2, text, transport)
 
 
+@pytest.mark.parametrize("transport", IN_CORE)
+def test_a_long_wait_for_many_is_one_wait_of_the_core(scripts: Scripts, transport: str) -> None:
+    text = """
+count = 3000  # more than there is credit for
+received = np.zeros((count, 1))
+if rank == 0:
+    requests = [comm.irecv(1, tag, received[tag]) for tag in range(count)]
+    for wait in (pycoll.wait_all, pycoll.wait_any):  # for longer than the core waits by itself
+        error_like(pycoll.OperationTimeout, f"of {count} requests", wait, requests, 0.2)
+    comm.send(None, 1)
+    pycoll.wait_all(requests)
+    assert (received == 1).all()
+    # None has a task of its own, of which Python would hear.
+    assert [request for request in requests if getattr(request, "_made", None) is not None] == []
+else:
+    comm.recv(0)
+    x = np.ones(1)
+    pycoll.wait_all([comm.isend(x, 0, tag) for tag in reversed(range(count))])
+ok()
+"""
+    scripts(2, text, transport)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_does_not_fit_is_refused_and_stays(scripts: Scripts, transport: str) -> None:
     text = """

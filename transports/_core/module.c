@@ -70,7 +70,8 @@ static int add_engine_types(PyObject *module, PyTypeObject *comm) {
     bool made = make_type(module, &pc_parker_spec) != NULL &&
                 make_type_as(module, "Messages", &pc_messages_spec) != NULL &&
                 make_type_as(module, "Collectives", &pc_collectives_spec) != NULL &&
-                make_type(module, &pc_composed_spec) != NULL;
+                make_type(module, &pc_composed_spec) != NULL &&
+                make_type(module, &pc_several_spec) != NULL;
     return made ? 0 : -1;
 }
 

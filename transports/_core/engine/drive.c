@@ -95,8 +95,13 @@ void pc_op_end(struct pc_op *op, int status) {
     atomic_store_explicit(&op->done, 1, memory_order_release); /* from here on it may be freed */
     if (several != NULL) {
         uint32_t left = atomic_load_explicit(&several->left, memory_order_relaxed);
+        if (left > 1 && several->ended != NULL && status != 0)
+            left = 1;
+        void (*ended)(struct pc_several *several) = left == 1 ? several->ended : NULL;
         if (left > 0)
             atomic_store_explicit(&several->left, left - 1, memory_order_release); /* so may this */
+        if (ended != NULL)
+            ended(several);
         if (left != 1)
             several = NULL;
     }

@@ -90,6 +90,9 @@ PyObject *pc_engine_events_py(pc_engine_object *self, PyObject *unused) {
         case PC_EVENT_COMPOSED:
             event = pc_composed_event(taken.event);
             break;
+        case PC_EVENT_SEVERAL:
+            event = pc_several_event(taken.event);
+            break;
         case PC_EVENT_ASKED:
             event = pc_composed_asks(taken.event);
             break;

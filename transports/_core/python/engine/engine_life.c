@@ -251,6 +251,8 @@ static void let_go_of_events(pc_engine_object *self) {
             value = pc_collective_event(self, event);
         } else if (event->kind == PC_EVENT_COMPOSED) {
             value = pc_composed_event(event);
+        } else if (event->kind == PC_EVENT_SEVERAL) {
+            value = pc_several_event(event);
         }
         Py_XDECREF(value);
     }

@@ -23,6 +23,7 @@ enum pc_event_kind {
     PC_EVENT_REQUEST,  /* Request: it is done, or holds a message; or Collective: it is done */
     PC_EVENT_COLLECTIVE, /* so it is called in the queue, while it is a Collective */
     PC_EVENT_COMPOSED,   /* or its owner: a run that is a part of a call of Python's has ended */
+    PC_EVENT_SEVERAL,    /* or its owner: what it waits for is done */
     PC_EVENT_ASKED,      /* its owner: such a run has steps for Python to do */
     PC_EVENT_FINISHED, /* rank */
     PC_EVENT_LOST,     /* rank, why */
@@ -130,7 +131,7 @@ enum { PC_FAILED_IN_PYTHON = 1 << 29, PC_UNFIT };
 extern PyType_Spec pc_engine_spec, pc_parker_spec, pc_context_spec, pc_send_spec, pc_receive_spec,
     pc_request_spec, pc_messages_spec;
 extern PyType_Spec pc_table_spec, pc_composed_spec, pc_memory_spec, pc_piece_spec, pc_scratch_spec,
-    pc_persistent_spec, pc_both_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
+    pc_persistent_spec, pc_both_spec, pc_several_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
 extern PyTypeObject *pc_request_type, *pc_context_type;
 /* Of the types that module.c has made, their files keep those that they make and take. */
 void pc_send_types(PyTypeObject *send);
@@ -247,6 +248,9 @@ PyObject *pc_link_tell_more(pc_engine_object *self, PyObject *unused);
 /* With the lock: the event was taken out of the queue. `pc_request_event` follows, without it. */
 void pc_request_event_taken(struct pc_event *event);
 PyObject *pc_request_event(pc_engine_object *self, struct pc_event *event);
+
+/* several_type.c: the event was taken out of the queue. Without the lock. */
+PyObject *pc_several_event(struct pc_event *event);
 
 /* composed_type.c: the event was taken out of the queue. Without the lock. */
 PyObject *pc_composed_event(struct pc_event *event);

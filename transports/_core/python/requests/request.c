@@ -9,7 +9,8 @@
 /* Whether a thread waits in the core, which will look when the op ends. */
 static bool is_awaited(const struct pc_request *request) {
     const struct pc_drive *drive = &request->messages->engine->drive;
-    if (request->is_blocking || request->op.several != NULL)
+    if (request->is_blocking ||
+        (request->op.several != NULL && request->op.several->ended == NULL))
         return true;
     for (const struct pc_waiter *waiter = drive->first; waiter != NULL; waiter = waiter->next)
         if (waiter->op == &request->op)

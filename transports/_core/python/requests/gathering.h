@@ -1,0 +1,40 @@
+/* Requests, collectives and what is both of them, in a list that is waited for. */
+#ifndef PC_GATHERING_H
+#define PC_GATHERING_H
+
+#include "messages.h"
+
+/* What an entry gives that only belongs to the one before it: nothing. */
+#define PC_NO_PLACE -1
+
+/* A request, or a collective: then `request` is NULL. A receive and a send that are one request are
+   two entries. */
+struct pc_awaited {
+    PyObject *object; /* kept */
+    struct pc_request *request;
+    struct pc_op *op;
+    Py_ssize_t place; /* of its result */
+    bool was_done;    /* when it was last looked at, without the engine's lock */
+};
+
+struct pc_gathering {
+    pc_engine_object *engine;
+    struct pc_several several;
+    PyObject *listed;
+    struct pc_awaited *awaited; /* room for twice as many as are listed */
+    Py_ssize_t count;
+    bool any;      /* one is enough */
+    bool is_taken; /* another thread waits for one of them */
+    bool is_held;  /* one of them holds a message */
+};
+
+/* Fill in what is listed. False: not all of it is in the core, and of one engine. Either way
+   `pc_gathering_let_go` must follow. */
+bool pc_gather(struct pc_gathering *gathering);
+void pc_gathering_let_go(struct pc_gathering *gathering);
+/* With the engine's lock: have no end counted any more. */
+void pc_scatter(pc_engine_object *engine, void *gathering);
+bool pc_awaited_is_done(const struct pc_awaited *awaited);
+bool pc_awaited_is_well(const struct pc_awaited *awaited);
+
+#endif
