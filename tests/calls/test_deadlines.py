@@ -246,7 +246,8 @@ for begin in (lambda: dp.iall_reduce(x, out=out), again.start):
             ends_in_time("iall_reduce", lambda: request.wait(seconds), seconds)
             several = lambda: pycoll.wait_all([request], seconds)
             ends_in_time("wait_all of 1 request, first iall_reduce", several, seconds)
-        error_like(pycoll.OperationTimeout, r"first iall_reduce\\([^)]*\\) #\\d+ on dp at ", several)
+        first = r"first iall_reduce\\([^)]*\\) #\\d+ on dp at "
+        error_like(pycoll.OperationTimeout, first, several)
         comm.send("come", 1)
     else:
         comm.recv(0)
