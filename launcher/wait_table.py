@@ -12,6 +12,7 @@ from pycoll._launcher.outcome import ranks_text
 WIDTH = 100
 PREFIX = "pycoll-run: "
 _MAX_LIST = 24  # characters of a list of ranks
+_MAX_PLACE = 40  # of a file and a line; the end is what tells
 _MAX_LINES = 3  # of what a rank does that does not wait
 _MAX_ROWS = 10  # of waiting ranks; more are joined by call, and then left out
 _MAX_WORDS = 3  # ranks of a circle that is told in words
@@ -176,7 +177,8 @@ def _cell(waiters: Sequence[Waiter], room: int) -> str:
     """Say what ranks wait in; if that is too long for its room, its arguments are cut first."""
     one, waited_s = waiters[0], [waiter.waited_s for waiter in waiters]
     low, high = _seconds(min(waited_s)), _seconds(max(waited_s))
-    rest = f" at {one.where}, {high if low == high else f'{low}-{high}'} s"
+    where = one.where if len(one.where) <= _MAX_PLACE else f"...{one.where[3 - _MAX_PLACE :]}"
+    rest = f" at {where}, {high if low == high else f'{low}-{high}'} s"
     rest += f", {one.doing}" if one.doing else ""
     name, _, arguments = one.call.partition("(")
     if len({(waiter.call, waiter.which) for waiter in waiters}) > 1:

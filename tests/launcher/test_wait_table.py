@@ -70,6 +70,12 @@ def test_long_calls_keep_where_they_are_and_long_states_go_on_in_the_next_line()
     )
 
 
+def test_of_a_very_long_place_the_end_is_shown() -> None:
+    where = f"{'test_that_says_in_its_name_what_is_right_' * 2}for_all.py:117"
+    line = table("", {0: waiter("recv(source=1, tag=ANY)", {1}, where=where)}, {})[2]
+    assert line == (f"    0     1          recv(source=1, tag=ANY) at ...{where[-37:]}, 30 s")
+
+
 def test_headings() -> None:
     assert deadlock_text([4], False) == "deadlock: rank 4 waits for itself"
     assert deadlock_text([0, 1], True).startswith("deadlock until a deadline passes: rank 0 ")
