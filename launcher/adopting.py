@@ -41,7 +41,7 @@ from pycoll._support.environment import HostPlacement, rank_environment, usable_
 from pycoll.errors import BootstrapError
 
 if TYPE_CHECKING:
-    from pycoll._launcher.awaited import RankWaits
+    from pycoll._launcher.awaited import WaitSums
     from pycoll._launcher.kept_calls import HostCalls
 
 UNKNOWN = 256
@@ -137,7 +137,7 @@ class AdoptedHost:
         heard(self._memory.calls())
 
     def read_waits(
-        self, size: int, most: int, heard: Callable[[Mapping[int, RankWaits]], object]
+        self, size: int, most: int, heard: Callable[[Mapping[int, WaitSums]], object]
     ) -> None:
         """See `host.Host`."""
         heard(self._memory.waits(size, most))

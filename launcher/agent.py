@@ -70,7 +70,7 @@ from pycoll._support.environment import HostPlacement, free_port, personal, usab
 from pycoll._support.machine import place
 
 if TYPE_CHECKING:
-    from pycoll._launcher.awaited import RankWaits
+    from pycoll._launcher.awaited import WaitSums
 
 WINDOW_NBYTES = 256 << 10
 """Bytes of one stream of a rank's output that may be on the way."""
@@ -233,7 +233,7 @@ class Agent:
         elif kind == "input" and self._feed is not None:
             self._feed.put(fields[0])
 
-    def _tell_waits(self, host: OwnHost, waits: Mapping[int, RankWaits]) -> None:
+    def _tell_waits(self, host: OwnHost, waits: Mapping[int, WaitSums]) -> None:
         of_ranks = [(rank, host.tally(rank), each.packed()) for rank, each in waits.items()]
         self._line.send("waits", of_ranks)
 

@@ -2,7 +2,7 @@
 
 Of a wait in shared memory is noted for which rank it was, and how long; of a collective by messages
 its communicator, and how long; of a message with whom. What a rank has waited beside the first two
-it has waited for those from whom it has received. Each host sums its ranks' notes up (`RankWaits`),
+it has waited for those from whom it has received. Each host sums its ranks' notes up (`WaitSums`),
 the launcher's puts them together.
 """
 
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pycoll._launcher.host_memory import Tally
 from pycoll._launcher.notes import CALLS, MESSAGES, WAITS
+
+if TYPE_CHECKING:
+    from pycoll._launcher.host_memory import Tally
 
 _RECEIVE = 2
 _OF_A_SEND = 0.1  # as against a receive: it seldom waits
@@ -52,7 +54,7 @@ class Awaited(NamedTuple):
         )
 
 
-class RankWaits(NamedTuple):
+class WaitSums(NamedTuple):
     """For whom a rank has waited, by its notes alone.
 
     Attributes:
@@ -70,12 +72,12 @@ class RankWaits(NamedTuple):
         return [list(each.items()) for each in self]
 
     @classmethod
-    def unpacked(cls, packed: list[Any]) -> RankWaits:
+    def unpacked(cls, packed: list[Any]) -> WaitSums:
         """Return what `packed` was made of."""
         return cls(*map(dict, packed))
 
 
-def of_notes(notes: bytes, ranks: Sequence[int], size: int, most: int, now_ns: int) -> RankWaits:
+def of_notes(notes: bytes, ranks: Sequence[int], size: int, most: int, now_ns: int) -> WaitSums:
     """Return for whom a rank has waited.
 
     Args:
@@ -85,14 +87,14 @@ def of_notes(notes: bytes, ranks: Sequence[int], size: int, most: int, now_ns: i
         most: so many of the last notes of each kind count.
         now_ns: of CLOCK_MONOTONIC there.
     """
-    return RankWaits(
+    return WaitSums(
         _waits(notes, now_ns, most, ranks),
         _calls(notes, now_ns, most),
         _messages(notes, most, size),
     )
 
 
-def of_job(found: Mapping[int, RankWaits], tallies: Sequence[Tally | None]) -> Awaited:
+def of_job(found: Mapping[int, WaitSums], tallies: Sequence[Tally | None]) -> Awaited:
     """Return for whom the ranks of a job have waited.
 
     Args:

@@ -25,7 +25,7 @@ from pycoll._launcher.signals import PASSED_ON
 from pycoll._support.environment import HostPlacement, cpus_of_cores, rank_environment, usable_cores
 
 if TYPE_CHECKING:
-    from pycoll._launcher.awaited import RankWaits
+    from pycoll._launcher.awaited import WaitSums
     from pycoll._launcher.kept_calls import HostCalls
     from pycoll._launcher.tracing import TraceMemory
 
@@ -114,7 +114,7 @@ class Host(Protocol):
         """Have `heard` called with what the ranks have called last, of each host that this is."""
 
     def read_waits(
-        self, size: int, most: int, heard: Callable[[Mapping[int, RankWaits]], object]
+        self, size: int, most: int, heard: Callable[[Mapping[int, WaitSums]], object]
     ) -> None:
         """Have `heard` called with for whom the ranks there have waited; `awaited.of_notes`."""
 
@@ -349,7 +349,7 @@ class LocalHost:
         heard(self._memory.calls())
 
     def read_waits(
-        self, size: int, most: int, heard: Callable[[Mapping[int, RankWaits]], object]
+        self, size: int, most: int, heard: Callable[[Mapping[int, WaitSums]], object]
     ) -> None:
         """See `Host`."""
         heard(self._memory.waits(size, most))

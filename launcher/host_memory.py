@@ -29,7 +29,7 @@ from pycoll._support.environment import HostPlacement
 from pycoll._transports.shm import NOTES_NBYTES
 
 if TYPE_CHECKING:
-    from pycoll._launcher.awaited import RankWaits
+    from pycoll._launcher.awaited import WaitSums
     from pycoll._launcher.kept_calls import HostCalls
 
 _PAGE = 4096
@@ -216,7 +216,7 @@ class JobMemory:
         """What `rank` has done; None: it is not known here."""
         return self.of(rank).tally(self._places[rank].local_rank)
 
-    def waits(self, size: int, most: int) -> dict[int, RankWaits]:
+    def waits(self, size: int, most: int) -> dict[int, WaitSums]:
         """For whom each rank has waited, by its last notes; see `awaited.of_notes`."""
         from pycoll._launcher.awaited import of_notes  # not sooner: few jobs need it
 

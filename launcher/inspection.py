@@ -24,7 +24,7 @@ from pycoll._launcher.rendezvous_server import Server
 from pycoll._launcher.watch import WaitReport, Watch
 
 if TYPE_CHECKING:
-    from pycoll._launcher.awaited import Awaited, RankWaits
+    from pycoll._launcher.awaited import Awaited, WaitSums
     from pycoll._launcher.hosts import Hosts
     from pycoll._launcher.outcome import RankState
     from pycoll._launcher.recorder import CallRecorder
@@ -71,7 +71,7 @@ class Inspection:
         self._askers: list[Asker] = []
         self._states: dict[int, str] = {}
         self._stacks: dict[int, Fields] = {}
-        self._waits: dict[int, RankWaits] = {}
+        self._waits: dict[int, WaitSums] = {}
         self._untold: set[Host] = set()
         self._counting: list[Asker] = []
         self._count_until = 0.0
@@ -147,7 +147,7 @@ class Inspection:
         for host in list(self._untold):
             host.read_waits(self._server.size, most, partial(self._take_waits, host))
 
-    def _take_waits(self, host: Host, waits: Mapping[int, RankWaits]) -> None:
+    def _take_waits(self, host: Host, waits: Mapping[int, WaitSums]) -> None:
         self._waits.update(waits)
         self._untold.discard(host)
 

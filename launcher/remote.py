@@ -30,7 +30,7 @@ from pycoll._launcher.rendezvous_carriers import Peer, Relayed
 from pycoll._support.environment import HostPlacement
 
 if TYPE_CHECKING:
-    from pycoll._launcher.awaited import RankWaits
+    from pycoll._launcher.awaited import WaitSums
     from pycoll._launcher.kept_calls import HostCalls
     from pycoll._launcher.tracing import RemoteTrace
 
@@ -121,7 +121,7 @@ class RemoteHost:
         self._tallies: dict[int, Tally | None] = {}
         self._heard: Callable[[int, bytes], object] | None = None
         self._heard_calls: Callable[[list[HostCalls]], object] | None = None
-        self._heard_waits: Callable[[Mapping[int, RankWaits]], object] | None = None
+        self._heard_waits: Callable[[Mapping[int, WaitSums]], object] | None = None
         self._start_s = start_s
         self._give_up_at = time.monotonic() + start_s
         self._is_ending = False
@@ -185,7 +185,7 @@ class RemoteHost:
         self.line.send("calls")
 
     def read_waits(
-        self, size: int, most: int, heard: Callable[[Mapping[int, RankWaits]], object]
+        self, size: int, most: int, heard: Callable[[Mapping[int, WaitSums]], object]
     ) -> None:
         """See `host.Host`: when the agent has answered, which is before it is `over`."""
         self._heard_waits = heard
@@ -271,11 +271,11 @@ class RemoteHost:
 
             self._heard_calls([HostCalls.unpacked(piece) for piece in fields[0]])
         elif kind == "waits" and self._heard_waits is not None:
-            from pycoll._launcher.awaited import RankWaits  # not sooner: few jobs need it
+            from pycoll._launcher.awaited import WaitSums  # not sooner: few jobs need it
 
             for rank, tally, _ in fields[0]:
                 self._tallies[rank] = Tally(*tally) if tally is not None else None
-            self._heard_waits({rank: RankWaits.unpacked(packed) for rank, _, packed in fields[0]})
+            self._heard_waits({rank: WaitSums.unpacked(packed) for rank, _, packed in fields[0]})
         elif kind == "clock" and self.trace is not None:
             self.trace.told_time(fields[0])
         elif kind == "trace" and self.trace is not None:

@@ -88,7 +88,8 @@ def wait(what: str, pending: list[Any], needed: int, seconds: float) -> bool:
             first = next((call for call, _ in several.calls()), None)
             if first is None:  # all are done by now
                 continue
-            text = f"{what} of {len(pending)} requests, first {first}"
+            count = f"{len(pending)} request{'s' * (len(pending) > 1)}"
+            text = f"{what} of {count}, first {first.numbered}"
             left = max(0.0, deadline - time.monotonic())
             engine.wait(several, Call(text, -1, first.context), left)
         finally:

@@ -1,5 +1,5 @@
-/* Messages over one TCP link (transports/_core/tcp) of which very many are accepted before the first
-   is written, and of which very many are then taken back.
+/* Messages over one TCP link (transports/_core/tcp) of which very many are accepted before the
+   first is written, and of which very many are then taken back.
 
    tcp_many MESSAGES
 

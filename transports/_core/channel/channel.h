@@ -37,8 +37,8 @@
 #define PC_OFFERED_NBYTES ((size_t)12 << 10)
 #endif
 
-/* A payload of that length or less may be pushed: its copy is no longer than what is kept of an offer
-   anyway. */
+/* A payload of that length or less may be pushed: its copy is no longer than what is kept of an
+   offer anyway. */
 #define PC_PUSH_NBYTES ((size_t)256)
 
 /* Bytes copied by one call of progress: it must come back to look at the other things. */
@@ -115,7 +115,15 @@ struct pc_peer {
     bool dead;
 };
 
-enum pc_mode { PC_OFFERED, PC_HELPING, PC_COPYING, PC_FRAGMENTS, PC_STALLED, PC_ABANDONED, PC_AHEAD };
+enum pc_mode {
+    PC_OFFERED,
+    PC_HELPING,
+    PC_COPYING,
+    PC_FRAGMENTS,
+    PC_STALLED,
+    PC_ABANDONED,
+    PC_AHEAD,
+};
 
 struct pc_channel_send {
     uint64_t id;

@@ -17,8 +17,8 @@ struct pc_several {
     /* set with the lock held; its owner may free this when it is 0, or no op belongs to it any
        more */
     pc_word left;
-    /* NULL: a thread waits. Else called with the lock when that is 0, and an op that has failed ends
-       it at once. */
+    /* NULL: a thread waits. Else called with the lock when that is 0, and an op that has failed
+       ends it at once. */
     void (*ended)(struct pc_several *several);
 };
 

@@ -131,7 +131,8 @@ enum { PC_FAILED_IN_PYTHON = 1 << 29, PC_UNFIT };
 extern PyType_Spec pc_engine_spec, pc_parker_spec, pc_context_spec, pc_send_spec, pc_receive_spec,
     pc_request_spec, pc_messages_spec;
 extern PyType_Spec pc_table_spec, pc_composed_spec, pc_memory_spec, pc_piece_spec, pc_scratch_spec,
-    pc_persistent_spec, pc_both_spec, pc_several_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
+    pc_persistent_spec, pc_both_spec, pc_several_spec, pc_plan_spec, pc_collective_spec,
+    pc_collectives_spec;
 extern PyTypeObject *pc_request_type, *pc_context_type;
 /* Of the types that module.c has made, their files keep those that they make and take. */
 void pc_send_types(PyTypeObject *send);

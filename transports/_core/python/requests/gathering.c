@@ -11,7 +11,8 @@ static void add(struct pc_gathering *gathering, PyObject *object, struct pc_requ
 
 /* Add what is waited for in the core: an item itself, or what a persistent one has started. NULL:
    it is not in the core. Else its engine. */
-static pc_engine_object *add_item(struct pc_gathering *gathering, PyObject *item, Py_ssize_t place) {
+static pc_engine_object *
+add_item(struct pc_gathering *gathering, PyObject *item, Py_ssize_t place) {
     PyObject *started = pc_persistent_last(item), *object = started != NULL ? started : item;
     struct pc_request *received, *sent;
     pc_engine_object *engine;

@@ -147,8 +147,8 @@ static void several_dealloc(pc_several_object *self) {
 
 static PyMethodDef several_methods[] = {
     {"begin", (PyCFunction)several_begin, METH_O,
-     "begin(owner): have it told, once: `_ended()`. False: there is nothing to wait for; None: another "
-     "thread waits for one of them."},
+     "begin(owner): have it told, once: `_ended()`. False: there is nothing to wait for; None: "
+     "another thread waits for one of them."},
     {"end", (PyCFunction)several_end, METH_NOARGS, "Have nobody told any more."},
     {NULL, NULL, 0, NULL},
 };

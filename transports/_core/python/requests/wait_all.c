@@ -132,7 +132,8 @@ static PyObject *result_of(const struct pc_awaited *awaited) {
 /* The results of all; NULL with an exception. */
 static PyObject *results_of(const struct pc_gathering *gathering) {
     const struct pc_awaited *last = &gathering->awaited[gathering->count - 1];
-    PyObject *results = PyList_New(last->place == PC_NO_PLACE ? last[-1].place + 1 : last->place + 1);
+    Py_ssize_t place = last->place == PC_NO_PLACE ? last[-1].place : last->place;
+    PyObject *results = PyList_New(place + 1);
     for (Py_ssize_t index = 0; results != NULL && index < gathering->count; index++) {
         const struct pc_awaited *awaited = &gathering->awaited[index];
         if (awaited->place == PC_NO_PLACE)
