@@ -381,9 +381,9 @@ def test_of_two_ranks_whose_link_is_cut_one_is_ended(job: Any) -> None:
         3,
         """
 import contextlib, socket
-if rank != 1:  # that is the only link that there is
+if rank != 1:
     assert comm.sendrecv(rank, 2 - rank, 2 - rank) == 2 - rank
-if rank == 0:
+if rank == 0:  # rank 1 may have dialed it by now
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             with socket.socket(fileno=os.dup(int(name))) as end:
@@ -395,7 +395,6 @@ def until_broken():
         comm.barrier()
 
 lost = error_of(until_broken, within=10.0).rank
-assert lost in (0, 2)
 comm = comm.shrink()
 assert comm.members == tuple({0, 1, 2} - {lost})
 assert comm.all_reduce(1) == 2
@@ -404,5 +403,5 @@ ok()
         *("--survive", "--transport", "tcp", "--timeout", "30"),
     )
     assert done.status == 0, done.stderr
-    assert done.content in ([0, 1], [1, 2]), done.stderr
-    assert re.search(r"rank [02] failed after .*: its link to rank [02] was cut: ", done.stderr)
+    assert done.content in ([0, 1], [0, 2], [1, 2]), done.stderr
+    assert re.search(r"rank [012] failed after .*: its link to rank [012] was cut: ", done.stderr)
