@@ -78,6 +78,7 @@ class RankState:
         abort_code: the code it aborted the job with.
         lost_at: when the process that joined ended, if that is not the first one.
         gone: it is lost with its host, or will be: which and why; its process may live.
+        cut: it has lost its link to a rank that lives: which and why.
         died: the process that joined ended without finalizing, and is not the one started here.
         needed_by: its process ended with status 0 without finalizing, and this rank needed it.
         failed_at: when the first sign of its failure came.
@@ -96,6 +97,7 @@ class RankState:
         self.needed_by: int | None = None
         self.lost_at: float | None = None
         self.gone = ""
+        self.cut = ""
         self.failed_at: float | None = None
         self.signalled = False
         self.left_out = False
@@ -147,7 +149,8 @@ class RankState:
             return f"called abort({self.abort_code})"
         if self.raised is not None and not (self.status == 0 and self.well):
             when = " at its end" if self.status == 0 else ""
-            return f"raised {self.raised.error}{when}, {ended}"
+            cut = f" ({self.cut})" if self.cut and self.victim else ""
+            return f"raised {self.raised.error}{cut}{when}, {ended}"
         if self.died:
             return f"lost process {self.joined}, which had joined the job, {ended}"
         if self.needed_by is not None:
@@ -229,8 +232,9 @@ def judge(
         report = _join(text, _others(ranks, None)) if text else ""
         return Outcome(decision.status, None, report, table=decision.table, is_decided=True)
     at, cause = first or failed[0]
-    if first is None:  # the others may know of a lost host before the launcher does
-        cause = next((rank for rank in counted if rank.gone), cause)
+    if first is None:  # the others may know of a lost host, or link, before the launcher does
+        lost = [rank for rank in counted if rank.gone] or [rank for rank in counted if rank.cut]
+        cause = next(iter(lost), cause)
     head = f"rank {cause.rank} failed after {at - started:.1f} s: {cause.describe()}"
     shown = cause if cause.needed_by is None else ranks[cause.needed_by]
     detail = shown.raised.text if shown.raised else stderr_of(shown.rank)

@@ -314,8 +314,12 @@ class Job(RankEnds):
                 rank.abort_code = int(notice.fields["code"])
                 self._plan.end(now)
                 self._failed(rank, now)
-            case "cut" if self._goes_on and rank.failed_at is None:
-                self._part(self._ranks[notice.fields["rank"]], rank, notice.fields["reason"], now)
+            case "cut":
+                peer, reason = self._ranks[notice.fields["rank"]], notice.fields["reason"]
+                if not self._goes_on:
+                    rank.cut = f"its link to rank {peer.rank} was cut: {reason}"
+                elif rank.failed_at is None:
+                    self._part(peer, rank, reason, now)
             case "shrunk":
                 for number in notice.fields["left_out"]:
                     self._ranks[number].left_out = True

@@ -375,11 +375,7 @@ print(*comm.members)
     assert done.stderr.count(": lost with its host far: ") == 2
 
 
-@exhaustive
-def test_of_two_ranks_whose_link_is_cut_one_is_ended(job: Any) -> None:
-    done = job(
-        3,
-        """
+CUT = """
 import contextlib, socket
 if rank != 1:
     assert comm.sendrecv(rank, 2 - rank, 2 - rank) == 2 - rank
@@ -393,10 +389,17 @@ if rank == 0:  # rank 1 may have dialed it by now
 def until_broken():
     while True:
         comm.barrier()
+"""
 
+
+@exhaustive
+def test_of_two_ranks_whose_link_is_cut_one_is_ended(job: Any) -> None:
+    done = job(
+        3,
+        f"""{CUT}
 lost = error_of(until_broken, within=10.0).rank
 comm = comm.shrink()
-assert comm.members == tuple({0, 1, 2} - {lost})
+assert comm.members == tuple({{0, 1, 2}} - {{lost}})
 assert comm.all_reduce(1) == 2
 ok()
 """,
@@ -405,3 +408,10 @@ ok()
     assert done.status == 0, done.stderr
     assert done.content in ([0, 1], [0, 2], [1, 2]), done.stderr
     assert re.search(r"rank [012] failed after .*: its link to rank [012] was cut: ", done.stderr)
+
+
+def test_without_survive_the_cut_link_is_what_the_job_reports(job: Any) -> None:
+    done = job(3, f"{CUT}\nuntil_broken()", *("--transport", "tcp", "--timeout", "30"))
+    assert done.status == 1, done.stderr
+    told = r"rank [012] failed after .*: raised PeerFailed \(its link to rank [012] was cut: "
+    assert re.search(told, done.stderr), done.stderr
