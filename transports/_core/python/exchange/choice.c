@@ -78,7 +78,7 @@ static bool is_direct_as_a_rule(const pc_collective *call) {
     case PC_ALL_TO_ALL:
         return given >= 256 * k;
     case PC_GATHER:
-        return size > 2 && has_cores && given >= 128 * k;
+        return size > 2 && given >= (has_cores ? 128 * k : 16384 * k);
     case PC_REDUCE_SCATTER:
         return size > 2 && has_cores && given >= 1024 * k;
     case PC_ALL_REDUCE:

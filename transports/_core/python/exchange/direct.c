@@ -87,13 +87,15 @@ static int stream_instead(pc_collective *call) {
    arrays are read. So they write, too: pieces of what moves between two ranks are claimed
    (transfer.h). The claims lie in the place of the rank that has no part in the others' work: that
    receives from the root, or sends to it. In a gather the root allows it, for it may find that all
-   are to stream. With more ranks than cores, those who read need the core. */
+   are to stream. With more ranks than cores the root of the others is no help, for those who read
+   need the core; that of a gather reads alone, and leaves cores to those who write. */
 
 #define NOT_ALLOWED 1 /* in place of an address */
 
 /* All ranks know alike. */
 static bool may_help(const pc_collective *call) {
-    return call->nbytes >= PC_HELP_FROM && call->comm->host->spins != 0;
+    return call->nbytes >= PC_HELP_FROM &&
+           (call->comm->host->spins != 0 || call->kind == PC_GATHER);
 }
 
 static uint64_t pieces_of(const pc_collective *call) {
@@ -317,7 +319,7 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
     if (to_root && comm->rank != call->root)
         return await_root(call);
     pc_release(&call->call);
-    if ((call->kind == PC_GATHER || call->kind == PC_ALL_GATHER) && out + me * nbytes != x)
+    if (call->kind == PC_ALL_GATHER && out + me * nbytes != x)
         pc_copy(out + me * nbytes, x, nbytes);
     if (call->kind == PC_ALL_TO_ALL)
         pc_copy(out + me * nbytes, x + me * nbytes, nbytes);
@@ -344,6 +346,8 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
         return stream_instead(call);
     }
     pc_release(&call->call);
+    if (call->kind == PC_GATHER && out + me * nbytes != x) /* while others help */
+        pc_copy(out + me * nbytes, x, nbytes);
     int status = 0;
     if (call->kind == PC_ALL_REDUCE) {
         status = all_reduce(call, xs, outs);
