@@ -135,6 +135,7 @@ static void post(void) {
     known->tag = posted->queued.tag =
         chance(p2p.any_percent) ? PC_ANY : (int64_t)below((uint64_t)p2p.tags);
     known->peek = posted->peek = chance(p2p.peek_percent);
+    posted->queued.number = p2p.matching.next_number++;
     settle_posted(known, pc_match_post(&p2p.matching, posted));
 }
 
@@ -147,6 +148,7 @@ static void arrive(void) {
     known->source = message->queued.source = (int)below((uint64_t)p2p.sources);
     known->tag = message->queued.tag = (int64_t)below((uint64_t)p2p.tags);
     struct pc_posted *probes;
+    message->queued.number = p2p.matching.next_number++;
     const struct pc_posted *got = pc_match_arrive(&p2p.matching, message, &probes);
     settle_message(known, got, probes);
 }
@@ -173,7 +175,7 @@ static void put_back(void) {
     if (message == NULL)
         return;
     struct pc_posted *probes;
-    const struct pc_posted *got = pc_match_put_back(&p2p.matching, message->thing, &probes);
+    const struct pc_posted *got = pc_match_arrive(&p2p.matching, message->thing, &probes);
     settle_message(message, got, probes);
     counts[PUT_BACK]++;
 }
@@ -182,7 +184,7 @@ static void post_again(void) {
     struct known *posted = any_of(p2p.posted, false);
     if (posted == NULL)
         return;
-    settle_posted(posted, pc_match_post_again(&p2p.matching, posted->thing));
+    settle_posted(posted, pc_match_post(&p2p.matching, posted->thing));
     counts[POSTED_AGAIN]++;
 }
 

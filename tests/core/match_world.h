@@ -18,12 +18,11 @@
 uint64_t looks;
 static bool scarce;
 enum count {
-    MATCHED, TOLD, WITHDRAWN, PUT_BACK, POSTED_AGAIN, WITHOUT_MEMORY, EARLY, AWAITED, TAKEN_BELOW,
-    COUNTS
+    MATCHED, TOLD, WITHDRAWN, PUT_BACK, POSTED_AGAIN, WITHOUT_MEMORY, EARLY, AWAITED, COUNTS
 };
 static const char *const names[] = {
     "matched", "told", "withdrawn", "put back", "posted again", "without memory", "early",
-    "awaited", "taken below"
+    "awaited"
 };
 static uint64_t counts[COUNTS];
 

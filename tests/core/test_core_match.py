@@ -13,10 +13,10 @@ from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, 
 from tiers import exhaustive
 
 SOURCES = ("engine/match.c", "engine/address.c", "base/chains.c")
-KINDS = 9
+KINDS = 8
 """Things that the random operations count."""
 
-WAYS = 14
+WAYS = 13
 """Ways in which things come and go where many wait."""
 
 MOST_LOOKS = 40

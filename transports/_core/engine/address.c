@@ -61,14 +61,11 @@ static void unlist(struct pc_addressed **first, struct pc_addressed *thing) {
 
 static void add_call(struct pc_addresses *addresses, struct pc_addressed *first) {
     pc_chains_add(&addresses->by_call, &first->by_call, hash_of_call(first->call));
-    addresses->num_calls++;
     first->prev_call = NULL;
     first->next_call = addresses->calls;
     if (first->next_call != NULL)
         first->next_call->prev_call = first;
     addresses->calls = first;
-    if (first->call < addresses->lowest)
-        addresses->lowest = first->call;
 }
 
 /* Have another message, or none, take the place of the first one of its call. */
@@ -81,7 +78,6 @@ static void replace_first(struct pc_addresses *addresses, struct pc_addressed *o
         with->next_call = next;
     } else {
         pc_chains_remove(&addresses->by_call, &old->by_call);
-        addresses->num_calls--;
     }
     if (next != NULL)
         next->prev_call = with != NULL ? with : prev;
@@ -94,7 +90,6 @@ static void remove_early(struct pc_addresses *addresses, struct pc_addressed *th
     unlist(&first, thing);
     if (is_first)
         replace_first(addresses, thing, first);
-    addresses->num_early--;
 }
 
 /* --- what the engine calls -------------------------------------------------------------------- */
@@ -109,14 +104,12 @@ struct pc_addressed *pc_address_add(struct pc_addresses *addresses, struct pc_ad
     thing->stands = true;
     if (!thing->is_early) {
         append(&addresses->receives, thing);
-        addresses->num_receives++;
         return NULL;
     }
     struct pc_addressed *first = pc_address_early(addresses, thing->call);
     append(&first, thing);
     if (first == thing)
         add_call(addresses, thing);
-    addresses->num_early++;
     return NULL;
 }
 
@@ -125,44 +118,11 @@ bool pc_address_remove(struct pc_addresses *addresses, struct pc_addressed *thin
         return false;
     thing->stands = false;
     pc_chains_remove(&addresses->by_address, &thing->by_address);
-    if (thing->is_early) {
+    if (thing->is_early)
         remove_early(addresses, thing);
-    } else {
+    else
         unlist(&addresses->receives, thing);
-        addresses->num_receives--;
-    }
     return true;
-}
-
-/* Move the messages of a call to the front of a list by `next`. */
-static void take_call(struct pc_addresses *addresses, struct pc_addressed *first,
-                      struct pc_addressed **taken) {
-    for (struct pc_addressed *next; first != NULL; first = next) {
-        next = first->next;
-        pc_address_remove(addresses, first);
-        first->next = *taken;
-        *taken = first;
-    }
-}
-
-struct pc_addressed *pc_address_take_below(struct pc_addresses *addresses, uint64_t call) {
-    struct pc_addressed *taken = NULL;
-    /* Look at each number, or at each call of which there are messages: at the fewer of both. So a
-       call is passed once, and a number that is far away costs no more than what is here. */
-    if (call > addresses->lowest && call - addresses->lowest <= addresses->num_calls) {
-        for (uint64_t number = addresses->lowest; number < call; number++)
-            take_call(addresses, pc_address_early(addresses, number), &taken);
-    } else if (call > addresses->lowest) {
-        for (struct pc_addressed *first = addresses->calls, *next; first != NULL; first = next) {
-            PC_LOOK();
-            next = first->next_call;
-            if (first->call < call)
-                take_call(addresses, first, &taken);
-        }
-    }
-    if (call > addresses->lowest)
-        addresses->lowest = call;
-    return taken;
 }
 
 void pc_address_free(struct pc_addresses *addresses) {

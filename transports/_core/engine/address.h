@@ -40,9 +40,6 @@ struct pc_addressed {
 struct pc_addresses {
     struct pc_chains by_address, by_call;
     struct pc_addressed *receives, *calls;
-    size_t num_receives, num_early;
-    size_t num_calls; /* with early messages */
-    uint64_t lowest;  /* there is no message of a call below it */
 };
 
 /* What stands at an address; or NULL. */
@@ -57,9 +54,6 @@ bool pc_address_remove(struct pc_addresses *addresses, struct pc_addressed *thin
 /* The early messages of a call: the first one, then by `next`, in the order in which they came.
    They stay. */
 struct pc_addressed *pc_address_early(const struct pc_addresses *addresses, uint64_t call);
-/* Take away the early messages of all calls with a number below this one: a list by `next`, in no
-   particular order. */
-struct pc_addressed *pc_address_take_below(struct pc_addresses *addresses, uint64_t call);
 
 /* All receives, by `next`. To remove one, get the next one before. */
 static inline struct pc_addressed *pc_address_receives(const struct pc_addresses *addresses) {

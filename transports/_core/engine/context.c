@@ -206,8 +206,7 @@ static enum pc_fetched take(struct pc_receive *receive, struct pc_message *messa
 /* Post a receive, in its place; its message, which it has taken; NULL: it waits, or has ended. */
 static struct pc_message *post(struct pc_context *context, struct pc_receive *receive) {
     struct pc_posted *posted = &receive->posted;
-    struct pc_message *message =
-        (struct pc_message *)pc_match_post_again(&context->matching, posted);
+    struct pc_message *message = (struct pc_message *)pc_match_post(&context->matching, posted);
     if (message != NULL) {
         if (!posted->peek)
             return message;
@@ -226,7 +225,7 @@ static struct pc_message *post(struct pc_context *context, struct pc_receive *re
 /* Give a message to those that wait for it: the receive that has taken it; NULL: it waits now. */
 static struct pc_receive *offer(struct pc_context *context, struct pc_message *message) {
     struct pc_posted *probes;
-    struct pc_posted *posted = pc_match_put_back(&context->matching, &message->match, &probes);
+    struct pc_posted *posted = pc_match_arrive(&context->matching, &message->match, &probes);
     for (struct pc_posted *next; probes != NULL; probes = next) {
         next = probes->next_probe;
         pc_receive_end(context->engine, (struct pc_receive *)probes, 0, message);

@@ -219,11 +219,13 @@ struct pc_context *pc_context_open(struct pc_engine *engine, uint64_t ident, con
         struct pc_posted *probes;
         engine->num_unopened--;
         message->context = context;
-        if (message->header[0] == PC_KIND_P2P)
+        if (message->header[0] == PC_KIND_P2P) {
+            message->match.queued.number = context->matching.next_number++;
             /* nothing is posted yet */
             (void)pc_match_arrive(&context->matching, &message->match, &probes);
-        else if (pc_call_arrived(context, message) < 0)
+        } else if (pc_call_arrived(context, message) < 0) {
             pc_message_drop(engine, message, false); /* its sender has sent two of one address */
+        }
     }
     free_unopened(engine, unopened);
     return context;
@@ -297,7 +299,7 @@ static void undo_arrival(struct pc_context *context, struct pc_message *message,
         receive->message = NULL;
         receive->state = PC_RECEIVE_POSTED;
         /* it has waited: nothing else fits */
-        (void)pc_match_post_again(&context->matching, &receive->posted);
+        (void)pc_match_post(&context->matching, &receive->posted);
     }
 }
 

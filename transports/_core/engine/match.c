@@ -222,11 +222,6 @@ struct pc_unexpected *pc_match_find(const struct pc_matching *matching, int sour
 }
 
 struct pc_unexpected *pc_match_post(struct pc_matching *matching, struct pc_posted *posted) {
-    posted->queued.number = matching->next_number++;
-    return pc_match_post_again(matching, posted);
-}
-
-struct pc_unexpected *pc_match_post_again(struct pc_matching *matching, struct pc_posted *posted) {
     struct pc_unexpected *message =
         pc_match_find(matching, posted->queued.source, posted->queued.tag);
     if (message == NULL)
@@ -238,12 +233,6 @@ struct pc_unexpected *pc_match_post_again(struct pc_matching *matching, struct p
 
 struct pc_posted *pc_match_arrive(struct pc_matching *matching, struct pc_unexpected *message,
                                   struct pc_posted **probes) {
-    message->queued.number = matching->next_number++;
-    return pc_match_put_back(matching, message, probes);
-}
-
-struct pc_posted *pc_match_put_back(struct pc_matching *matching, struct pc_unexpected *message,
-                                    struct pc_posted **probes) {
     *probes = NULL;
     struct pc_posted *posted;
     while ((posted = first_posted(matching, message->queued.source, message->queued.tag)) != NULL) {

@@ -76,20 +76,16 @@ void pc_match_open(struct pc_matching *matching);
 void pc_match_free(struct pc_matching *matching);
 
 /* Post a receive or a probe. The first message that fits, which a receive has taken; NULL: it waits
-   now. */
+   now, in the place of its number, which the caller has set: `next_number`, or, of a receive whose
+   message was taken back by its sender, the number it has. */
 struct pc_unexpected *pc_match_post(struct pc_matching *matching, struct pc_posted *posted);
-/* The same for a receive whose message was taken back by its sender: it keeps its number, and its
-   place. */
-struct pc_unexpected *pc_match_post_again(struct pc_matching *matching, struct pc_posted *posted);
 
-/* A message has come. The first receive that fits, which has taken it; NULL: the message waits now.
-   In both cases `probes` becomes the list of the probes that fit and were posted before that
+/* A message has come, and has its number from the caller; one that a receive has taken and gives
+   back keeps it. The first receive that fits, which has taken it; NULL: the message waits now. In
+   both cases `probes` becomes the list of the probes that fit and were posted before that
    receive, in order: none of them waits any more. */
 struct pc_posted *pc_match_arrive(struct pc_matching *matching, struct pc_unexpected *message,
                                   struct pc_posted **probes);
-/* The same for a message that a receive has taken, and now gives back: it keeps its number. */
-struct pc_posted *pc_match_put_back(struct pc_matching *matching, struct pc_unexpected *message,
-                                    struct pc_posted **probes);
 
 /* Stop waiting. False: it did not wait, or not any more. */
 bool pc_match_withdraw_posted(struct pc_matching *matching, struct pc_posted *posted);
