@@ -276,8 +276,6 @@ class Collectives:
         slow: Callable[[str], Callable[..., Any]],
         comm: Comm | None,
         allowed: int,
-        resume: Callable[..., Any],
-        sign: Callable[[str, int, int], tuple[str, int]],
         /,
     ) -> Collectives: ...
 
@@ -404,7 +402,6 @@ class Comm:
     def close(self) -> None: ...
     def run(
         self,
-        text: None,
         kind: int,
         dtype: int,
         op: int,
@@ -430,7 +427,6 @@ class Comm:
     ) -> None: ...
     def announce(
         self,
-        text: None,
         kind: int,
         root: int,
         value: int,
@@ -441,11 +437,18 @@ class Comm:
         nbytes: int,
         /,
     ) -> None: ...
-    def hear(self, text: None, kind: int, root: int, /) -> tuple[int, int, int, bytes]: ...
-    def receive(self, text: None, kind: int, root: int, out: Any, /) -> None: ...
-    def fetch(
-        self, text: None, root: int, salt: int, pieces: list[tuple[int, int, memoryview]], /
-    ) -> None: ...
+    def hear(self, kind: int, root: int, /) -> tuple[int, int, int, bytes]: ...
+    def receive(self, kind: int, root: int, out: Any, /) -> None: ...
+    def uneven(
+        self,
+        method: int,
+        dtype: int,
+        salt: int,
+        root: int,
+        given: list[tuple[bytes, memoryview]],
+        places: Callable[[list[bytes]], Sequence[memoryview | None]],
+        /,
+    ) -> bool: ...
     def claim(self, seconds: float, /) -> bool: ...
     def release(self) -> None: ...
     def entered(self, rank: int, /) -> int: ...

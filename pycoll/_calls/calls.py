@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycoll._calls.call_plan import CallPlan
-from pycoll._calls.group import Group
 from pycoll._calls.moves import Moves
 from pycoll._calls.point_to_point import PointToPointCalls
 from pycoll._calls.reductions import Reductions
@@ -57,28 +56,3 @@ class Calls(Moves, Reductions, PointToPointCalls):
         return uneven_plans.prepare_reduce_scatterv(
             self._group, x, counts, op, out, algorithm, self._blocking
         )
-
-
-def resumed(
-    group: Group, name: str, heard: memoryview, args: tuple[Any, ...], keywords: dict[str, Any]
-) -> CallPlan[Any]:
-    """Prepare a blocking collective of uneven blocks of which the core has done the first round.
-
-    Args:
-        group: of its communicator.
-        name: gatherv, all_gatherv, scatterv or all_to_allv.
-        heard: what the other ranks have said in that round.
-        args, keywords: of the call.
-    """
-    import inspect  # late: few calls need it
-
-    bound = inspect.signature(getattr(Calls, name)).bind(None, *args, **keywords)
-    bound.apply_defaults()
-    prepare = getattr(uneven_plans, f"prepare_{name}")
-    plan: CallPlan[Any] = prepare(group, *bound.args[1:], blocking=True, heard=heard)
-    return plan
-
-
-def sign_uneven(name: str, code: int, root: int) -> tuple[str, int]:
-    """See `uneven_plans.sign`, which is imported when such a call is made."""
-    return uneven_plans.sign(name, code, root)

@@ -435,7 +435,7 @@ def _through_core(shm: ShmComm, salt: int, buckets: Sequence[Bucket], op: Op) ->
     for bucket in buckets:
         bucket.load()
     if not buckets or not serves(op, buckets[0].dtype):
-        core.run(None, BARRIER, 0, 0, 0, (), salt, None, None, 0)
+        core.run(BARRIER, 0, 0, 0, (), salt, None, None, 0)
         for bucket in buckets:
             value = Value(bucket.source, bucket.dtype, bucket.kind)
             combine(shm, "all_reduce", value, bucket.target, op)
@@ -445,5 +445,5 @@ def _through_core(shm: ShmComm, salt: int, buckets: Sequence[Bucket], op: Op) ->
     for bucket in buckets:
         source, target = conversion.as_bytes(bucket.source), conversion.as_bytes(bucket.target)
         nbytes, dtype = len(source), bucket.dtype.code
-        core.run(None, ALL_REDUCE, dtype, code, 0, (nbytes,), salt, source, target, nbytes)
+        core.run(ALL_REDUCE, dtype, code, 0, (nbytes,), salt, source, target, nbytes)
         bucket.unload(shm.engine)

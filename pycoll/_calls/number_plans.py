@@ -167,7 +167,7 @@ class NumberPlan(CallPlan[Any]):
     def _exchange(self, shm: ShmComm, runs: str, target: memoryview | None) -> None:
         op = OPS.index(self._op) if self._op is not None else 0
         what = KINDS.index(runs), self._packing.code, op, self._root, self._shape, self._salt
-        shm.core.run(None, *what, self._source, target, len(self._source))
+        shm.core.run(*what, self._source, target, len(self._source))
 
     def in_two_levels(self, levels: TwoLevelCall) -> None:
         """Combine them on the host, among the leaders, and spread the result, as of an array."""

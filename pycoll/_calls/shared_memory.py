@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from pycoll._calls.numbering import KINDS, OPS, PARTS
+from pycoll._calls.numbering import KINDS, METHODS, OPS, PARTS, UNEVEN
 from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.context import Context
 from pycoll._runtime.engine import Engine, SharedMemory, left_without
@@ -180,16 +180,16 @@ class ShmComm:
             raise self._engine.timeout(self._call)
         return 0.0 if copy.done else min(now + SLEEP_S, deadline)
 
-    def barrier(self) -> None:
-        """Return when every rank has entered."""
-        self.core.run(None, KINDS.index("barrier"), 0, 0, 0, (), 0, None, None, 0)
+    def barrier(self, salt: int = 0) -> None:
+        """Return when every rank has entered; `salt` as of `part_of`."""
+        self.core.run(KINDS.index("barrier"), 0, 0, 0, (), salt, None, None, 0)
 
     def tell(self, mine: bytes) -> list[bytes]:
         """Tell all ranks some bytes, in a call; returns those of all, by rank."""
         length, rows = len(mine), bytearray(len(mine) * self.size)
         code = dtypes.UINT8.code
         kind = KINDS.index("all_gather")
-        self.core.run(None, kind, code, 0, 0, (length,), 0, mine, rows, length)
+        self.core.run(kind, code, 0, 0, (length,), 0, mine, rows, length)
         return [bytes(rows[i * length : (i + 1) * length]) for i in range(self.size)]
 
     def refuse(self) -> None:
@@ -349,19 +349,19 @@ class ShmComm:
 
     def _described(self, described: tuple[Any, ...]) -> Call:
         """Return a call of the fast path, from what the core kept of it."""
-        text, kind, x, op, root, number, counts = described
-        collective = KINDS[kind]
+        method, _, x, op, root, number, counts = described
+        collective = METHODS[method]
         words = []
         value = conversion.wrap(x) if x is not None else None
-        if value is not None and collective not in ("broadcast", "scatter"):
-            words.append(f"{value.dtype}{list(value.array.shape)}")
+        if value is not None and collective not in ("broadcast", "scatter", "scatterv"):
+            shape = "" if collective in UNEVEN else list(value.array.shape)
+            words.append(f"{value.dtype}{shape}")
         packing = packings.packing_of(x) if collective in schedules.REDUCING else None
         if packing is not None:
             words.append(packing.text)
         if counts is not None:
-            collective += "v"
             words.append(counts_text(counts))
-        text = text or _text(collective, words, op or "sum", root)
+        text = _text(collective, words, op or "sum", root)
         order = self._context.next_number + max(0, number - self.core.internal - 1)
         return Call(text, order, self._context)
 
@@ -420,8 +420,8 @@ def _text(collective: str, words: list[str], op: str, root: int) -> str:
     reduces = collective in schedules.REDUCING or collective == "reduce_scatterv"
     if reduces:
         words.append(f"op={op}, algorithm={SHARED_MEMORY}")
-    if collective in schedules.ROOTED:
+    if collective in schedules.ROOTED or collective in ("gatherv", "scatterv"):
         words.append(f"root={root}")
-    if not reduces and collective not in ("broadcast", "scatter"):
+    if not reduces and collective not in ("broadcast", "scatter", *UNEVEN):
         words.append(f"algorithm={SHARED_MEMORY}")
     return f"{collective}({', '.join(words)})"

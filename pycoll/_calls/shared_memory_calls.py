@@ -251,7 +251,6 @@ def _run(
     )
     split = collective in ("reduce_scatter", "all_to_all") and len(array)
     by_messages: bool = shm.core.run(
-        None,
         KINDS.index(collective),
         x.dtype.code,
         op,

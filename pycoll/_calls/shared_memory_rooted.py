@@ -46,14 +46,14 @@ def broadcast(
             form, description, parts, nbytes = _BY_MESSAGES, b"", (), 0
         whole = parts[0] if len(parts) == 1 else b"".join(parts)
         value = _value_hash(core, description) if form == _ARRAY else 0
-        core.announce(None, BROADCAST, root, value, form, description, whole, None, nbytes)
+        core.announce(BROADCAST, root, value, form, description, whole, None, nbytes)
         return BY_MESSAGES if form == _BY_MESSAGES else None
-    form, nbytes, _, description = core.hear(None, BROADCAST, root)
+    form, nbytes, _, description = core.hear(BROADCAST, root)
     if form == _BY_MESSAGES:
         return BY_MESSAGES
     announcement = Announcement(form == _OBJECT, nbytes, Choice(SHARED_MEMORY), description)
     result, target = rooted.broadcast_target(group, root, announcement, mine, gpu)
-    core.receive(None, BROADCAST, root, target)
+    core.receive(BROADCAST, root, target)
     return rooted.broadcast_result(result, target, mine)
 
 
@@ -61,10 +61,10 @@ def spread(shm: ShmComm, memory: memoryview) -> None:
     """Have the bytes of rank 0's `memory` on every rank; all know their number."""
     core = shm.core
     if shm.rank == 0:
-        core.announce(None, BROADCAST, 0, 0, _OBJECT, b"", memory, None, len(memory))
+        core.announce(BROADCAST, 0, 0, _OBJECT, b"", memory, None, len(memory))
     else:
-        core.hear(None, BROADCAST, 0)
-        core.receive(None, BROADCAST, 0, memory)
+        core.hear(BROADCAST, 0)
+        core.receive(BROADCAST, 0, memory)
 
 
 def scatter(
@@ -79,12 +79,12 @@ def scatter(
         if isinstance(blocks, list) and isinstance(blocks[0], Value):
             blocks = lists.stacked(blocks)
         if not isinstance(blocks, Value):
-            core.announce(None, SCATTER, root, 0, _BY_MESSAGES, b"", b"", None, 0)
+            core.announce(SCATTER, root, 0, _BY_MESSAGES, b"", b"", None, 0)
             return BY_MESSAGES
         block = Value(blocks.array[0], blocks.dtype, blocks.kind)
         description = conversion.describe(block)
         if offers or len(description) > MAX_DESCRIPTION:
-            core.announce(None, SCATTER, root, 0, _BY_MESSAGES, b"", b"", None, 0)
+            core.announce(SCATTER, root, 0, _BY_MESSAGES, b"", b"", None, 0)
             return BY_MESSAGES
         shape, gpu = block.array.shape, blocks.gpu
         result = rooted.scatter_target(out, block.dtype, block.kind, shape, gpu)
@@ -93,14 +93,14 @@ def scatter(
             conversion.as_bytes(result.array),
         )
         value = _value_hash(core, description)
-        core.announce(None, SCATTER, root, value, _ARRAY, description, source, target, len(target))
+        core.announce(SCATTER, root, value, _ARRAY, description, source, target, len(target))
         return result, None
-    form, _, _, description = core.hear(None, SCATTER, root)
+    form, _, _, description = core.hear(SCATTER, root)
     if form == _BY_MESSAGES:
         return BY_MESSAGES
     dtype, kind, shape = conversion.from_description(description)
     result = rooted.scatter_target(out, dtype, kind, shape, gpu)
-    core.receive(None, SCATTER, root, conversion.as_bytes(result.array))
+    core.receive(SCATTER, root, conversion.as_bytes(result.array))
     return result, None
 
 

@@ -85,7 +85,7 @@ class ExchangePlan(CallPlan[bytearray]):
         """Gather the rows in shared memory; no call of another text must meet this one."""
         rows = bytearray(shm.size * len(self.row))
         kind, salt = KINDS.index("all_gather"), part_of("group", self.text)
-        shm.core.run(None, kind, 0, 0, 0, (), salt, self.row, rows, len(self.row))
+        shm.core.run(kind, 0, 0, 0, (), salt, self.row, rows, len(self.row))
         return rows
 
 

@@ -81,20 +81,18 @@ def all_gatherv(group: Group, call: bytes, x: Value, targets: BlockTargets) -> C
 
 
 def scatterv(
-    group: Group, call: bytes, xs: Sequence[Value] | None, root: int, target: BlockTargets
+    group: Group, call: bytes, xs: Sequence[Value], root: int, target: BlockTargets
 ) -> CallSteps:
-    """Give rank i the root's block i; `xs`, the blocks, is None off root."""
+    """Give rank i the root's block i, as a list of that; `xs`, the blocks, is empty off root."""
     number = group.context.begin(call)
-    yield from pulled(group, *(xs or ()))
+    yield from pulled(group, *xs)
     size = group.size
     nothing: list[Any] = [None] * size
-    source = list(nothing) if xs is None else [blocks.pack(x) for x in xs]
+    source: list[Any] = [blocks.pack(x) for x in xs] or nothing
     binding = Binding(list(nothing), source, list(nothing))
     run = yield from group.run((number, 0), call, ("scatter", LINEAR, root), binding)
     group.context.end(number)
-    if xs is not None:
-        return target.copied(0, xs[root])
-    return blocks.unpack(run.value(group.rank))
+    return [target.copied(0, xs[root]) if xs else blocks.unpack(run.value(group.rank))]
 
 
 def all_to_allv(group: Group, call: bytes, xs: Sequence[Value], targets: BlockTargets) -> CallSteps:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pycoll import _dtypes as dtypes
 from pycoll._arrays import conversion, operators, refusals
 from pycoll._arrays.operators import Op
 from pycoll._arrays.value import Value
@@ -38,9 +37,7 @@ _EVEN = {
 # --- arguments -----------------------------------------------------------------------------
 
 
-def prepare_gatherv(
-    group: Group, x: Any, root: int, out: Any, blocking: bool, heard: memoryview | None = None
-) -> CallPlan[Any]:
+def prepare_gatherv(group: Group, x: Any, root: int, out: Any, blocking: bool) -> CallPlan[Any]:
     """Collect arrays of any shapes on the root: there the list by rank, None elsewhere.
 
     Args:
@@ -49,7 +46,6 @@ def prepare_gatherv(
         root: rank that gets the list.
         out: on the root, places of the blocks, as of `BlockTargets`.
         blocking: the call may go through shared memory.
-        heard: what the others' blocks are, if C has already done the first round; else None.
 
     Raises:
         TypeError: `x` is no array.
@@ -60,22 +56,18 @@ def prepare_gatherv(
     wanted = out if group.rank == root else None
     targets = BlockTargets(wanted, group.size, block.dtype, {root: block}, [block])
     text = _prefix(blocking) + _text("gatherv", block.dtype, root)
-    return GathervPlan(group, text, _route(group, blocking), [block], root, targets, heard)
+    return GathervPlan(group, text, _route(group, blocking), [block], root, targets)
 
 
-def prepare_all_gatherv(
-    group: Group, x: Any, out: Any, blocking: bool, heard: memoryview | None = None
-) -> CallPlan[Any]:
+def prepare_all_gatherv(group: Group, x: Any, out: Any, blocking: bool) -> CallPlan[Any]:
     """Collect arrays of any shapes on every rank: the list by rank; as `prepare_gatherv`."""
     block = _block("all_gatherv", x)
     targets = BlockTargets(out, group.size, block.dtype, {group.rank: block}, [block])
     text = _prefix(blocking) + _text("all_gatherv", block.dtype, 0)
-    return AllGathervPlan(group, text, _route(group, blocking), [block], 0, targets, heard)
+    return AllGathervPlan(group, text, _route(group, blocking), [block], 0, targets)
 
 
-def prepare_scatterv(
-    group: Group, xs: Any, root: int, out: Any, blocking: bool, heard: memoryview | None = None
-) -> CallPlan[Any]:
+def prepare_scatterv(group: Group, xs: Any, root: int, out: Any, blocking: bool) -> CallPlan[Any]:
     """Give rank i the root's ``xs[i]``.
 
     Args:
@@ -84,7 +76,6 @@ def prepare_scatterv(
         root: rank whose arrays they are.
         out: array for the result, or None.
         blocking: the call may go through shared memory.
-        heard: what the others' blocks are, if C has already done the first round; else None.
 
     Raises:
         TypeError: `xs` is no list of arrays of one dtype, or `out` no array.
@@ -95,12 +86,10 @@ def prepare_scatterv(
     mine = own[root] if own is not None else None
     target = BlockTarget(out, mine.dtype if mine is not None else None, mine, own or ())
     text = _prefix(blocking) + _text("scatterv", None, root)
-    return ScattervPlan(group, text, _route(group, blocking), own or (), root, target, heard)
+    return ScattervPlan(group, text, _route(group, blocking), own or (), root, target)
 
 
-def prepare_all_to_allv(
-    group: Group, xs: Any, out: Any, blocking: bool, heard: memoryview | None = None
-) -> CallPlan[Any]:
+def prepare_all_to_allv(group: Group, xs: Any, out: Any, blocking: bool) -> CallPlan[Any]:
     """Exchange arrays of any shapes: item i of the result is rank i's ``xs[rank]``.
 
     Args:
@@ -108,7 +97,6 @@ def prepare_all_to_allv(
         xs: list or tuple of size arrays; one dtype, the same on all ranks.
         out: places of the blocks, as of `BlockTargets`.
         blocking: the call may go through shared memory.
-        heard: what the others' blocks are, if C has already done the first round; else None.
 
     Raises:
         TypeError: `xs` is no list of arrays of one dtype.
@@ -117,7 +105,7 @@ def prepare_all_to_allv(
     own = _blocks("all_to_allv", xs, group.size)
     targets = BlockTargets(out, group.size, own[0].dtype, {group.rank: own[group.rank]}, own)
     text = _prefix(blocking) + _text("all_to_allv", own[0].dtype, 0)
-    return AllToAllvPlan(group, text, _route(group, blocking), own, 0, targets, heard)
+    return AllToAllvPlan(group, text, _route(group, blocking), own, 0, targets)
 
 
 def prepare_reduce_scatterv(
@@ -169,18 +157,6 @@ def prepare_reduce_scatterv(
     )
     route = route_of(group, chosen, blocking, None)
     return ReduceScattervPlan(group, text, route, value, checked, resolved, chosen, target)
-
-
-def sign(name: str, code: int, root: int) -> tuple[str, int]:
-    """Return the text of a blocking call, and the salt with which the core compares it.
-
-    Args:
-        name: gatherv, all_gatherv, scatterv or all_to_allv.
-        code: of the dtype of the arrays.
-        root: if it has one.
-    """
-    text = _text(name, next((dtype for dtype in dtypes.TABLE if dtype.code == code), None), root)
-    return text, part_of("uneven", text)
 
 
 def _text(name: str, dtype: DType | None, root: int) -> str:
@@ -255,10 +231,11 @@ class _UnevenPlan(CallPlan[Any]):
         own: this rank's blocks, or block; nothing in a scatterv off root.
         root: the root, if it has one.
         targets: where blocks go.
-        heard: what the others have said, if the first round is done in the core; else None.
     """
 
-    __slots__ = ("heard", "own", "root", "targets")
+    __slots__ = ("own", "root", "targets")
+
+    method: ClassVar[str]
 
     def __init__(
         self,
@@ -268,31 +245,22 @@ class _UnevenPlan(CallPlan[Any]):
         own: Sequence[Value],
         root: int,
         targets: BlockTargets,
-        heard: memoryview | None,
     ) -> None:
         super().__init__(group, text, route)
         self.own = own
         self.root = root
         self.targets = targets
-        self.heard = heard
 
     @property
     def reads(self) -> Sequence[Value]:
         return self.own
 
-    @property
-    def salt(self) -> int:
-        """What the core compares."""
-        return part_of("uneven", self.text)
-
     def result(self, got: Any, late: LateCopies) -> Any:
         """Return the list of blocks."""
         return self.targets.finish(got, late)
 
-    def _gather(self, shm: ShmComm, kind: int) -> Any:
-        return shared_memory_uneven.gather(
-            shm, self.salt, kind, self.own[0], self.root, self.targets, self.heard
-        )
+    def in_shared_memory(self, shm: ShmComm) -> Any:
+        return shared_memory_uneven.run(shm, self.method, self.own, self.root, self.targets)
 
 
 class GathervPlan(_UnevenPlan):
@@ -300,11 +268,10 @@ class GathervPlan(_UnevenPlan):
 
     __slots__ = ()
 
+    method = "gatherv"
+
     def steps(self, signature: bytes) -> CallSteps:
         return uneven.gatherv(self.group, signature, self.own[0], self.root, self.targets)
-
-    def in_shared_memory(self, shm: ShmComm) -> Any:
-        return self._gather(shm, shared_memory_uneven.GATHER)
 
     def result(self, got: Any, late: LateCopies) -> Any:
         """Return the list of blocks on the root, None elsewhere."""
@@ -316,11 +283,10 @@ class AllGathervPlan(_UnevenPlan):
 
     __slots__ = ()
 
+    method = "all_gatherv"
+
     def steps(self, signature: bytes) -> CallSteps:
         return uneven.all_gatherv(self.group, signature, self.own[0], self.targets)
-
-    def in_shared_memory(self, shm: ShmComm) -> Any:
-        return self._gather(shm, shared_memory_uneven.ALL_GATHER)
 
 
 class ScattervPlan(_UnevenPlan):
@@ -328,21 +294,14 @@ class ScattervPlan(_UnevenPlan):
 
     __slots__ = ()
 
-    @property
-    def _blocks(self) -> Sequence[Value] | None:
-        return self.own or None
+    method = "scatterv"
 
     def steps(self, signature: bytes) -> CallSteps:
-        return uneven.scatterv(self.group, signature, self._blocks, self.root, self.targets)
-
-    def in_shared_memory(self, shm: ShmComm) -> Any:
-        return shared_memory_uneven.scatterv(
-            shm, self.salt, self._blocks, self.root, self.targets, self.heard
-        )
+        return uneven.scatterv(self.group, signature, self.own, self.root, self.targets)
 
     def result(self, got: Any, late: LateCopies) -> Any:
         """Return this rank's block."""
-        return self.targets.finish([got], late)[0]
+        return self.targets.finish(got, late)[0]
 
 
 class AllToAllvPlan(_UnevenPlan):
@@ -350,11 +309,10 @@ class AllToAllvPlan(_UnevenPlan):
 
     __slots__ = ()
 
+    method = "all_to_allv"
+
     def steps(self, signature: bytes) -> CallSteps:
         return uneven.all_to_allv(self.group, signature, self.own, self.targets)
-
-    def in_shared_memory(self, shm: ShmComm) -> Any:
-        return shared_memory_uneven.all_to_allv(shm, self.salt, self.own, self.targets, self.heard)
 
 
 class ReduceScattervPlan(CallPlan[Any]):

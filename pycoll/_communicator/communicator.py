@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 from pycoll._calls import subgroups
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import Group
-from pycoll._calls.numbering import KINDS, UNEVEN
+from pycoll._calls.numbering import KINDS, METHODS
 from pycoll._communicator.collectives import Collectives
 from pycoll._communicator.point_to_point import PointToPoint
 from pycoll._communicator.recovery import Recovery
@@ -148,11 +148,9 @@ class Communicator(
         messages = core_requests.messages_of(group, context, slow)
         context.core.messages_usable = True
         calls = self._nonblocking_calls, self._calls
-        collectives = core_collectives.collectives_of(group, context, calls, slow, self._resume)
+        collectives = core_collectives.collectives_of(group, context, calls, slow)
         context.core.collectives_usable = True
-        names = core_collectives.NONBLOCKING + KINDS
-        if group.shm is not None:
-            names += (*UNEVEN, "reduce_scatterv")
+        names = core_collectives.NONBLOCKING + (METHODS if group.shm is not None else KINDS)
         methods = {name: getattr(messages, name) for name in core_requests.NAMES}
         methods |= {name: getattr(collectives, name) for name in names}
         for twin in ("all_reduce", "iall_reduce"):

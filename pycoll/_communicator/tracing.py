@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pycoll._calls.numbering import KINDS, UNEVEN
+from pycoll._calls.numbering import METHODS
 from pycoll._communicator.described import Picked, Place, nbytes_of, number_of, picked, picker
 from pycoll._communicator.requests_traced import RequestTracer, place_of_caller
 from pycoll._requests.request import Request
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pycoll._calls.group import Group
     from pycoll._communicator.communicator import Communicator
 
-_COLLECTIVES = (*KINDS, *UNEVEN, "reduce_scatterv", "all_reduce_many", "allreduce")
+_COLLECTIVES = (*METHODS, "all_reduce_many", "allreduce")
 _MESSAGES = ("send", "ssend", "bsend", "recv", "sendrecv")
 _PROBES = ("probe", "iprobe", "mprobe", "improbe")
 _MAKING = ("dup", "split", "split_by_host", "grid", "share")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from pycoll._calls.calls import resumed
 from pycoll._communicator.running import Running
 from pycoll._support.public_edge import part_of
 
@@ -119,15 +118,3 @@ class UnevenCollectives(Running):
             self._calls.reduce_scatterv(x, counts, op, out, algorithm=algorithm), timeout
         )
         return result
-
-    def _resume(
-        self,
-        name: str,
-        heard: bytearray,
-        *args: Any,
-        timeout: float | None = None,
-        **keywords: Any,
-    ) -> Any:
-        """Go on with a collective of uneven blocks whose first round the core has done."""
-        plan = resumed(self._group, name, memoryview(heard), args, keywords)
-        return self._run(plan, timeout)

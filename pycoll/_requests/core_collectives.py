@@ -13,9 +13,9 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pycoll._calls.call_plan import ResultOf, Route, conclude
-from pycoll._calls.calls import Calls, sign_uneven
+from pycoll._calls.calls import Calls
 from pycoll._calls.group import SHARED_MEMORY, Group
-from pycoll._calls.numbering import KINDS, OPS
+from pycoll._calls.numbering import KINDS, METHODS, OPS
 from pycoll._requests.core_started import CoreStarted, Owner, waiting
 from pycoll._runtime.communicators import raise_requests_error
 from pycoll._runtime.envelope import readable
@@ -429,7 +429,6 @@ def collectives_of(
     context: Context,
     calls: tuple[Calls, Calls],
     slow: Callable[[str], Callable[..., Any]],
-    resume: Callable[..., Any],
 ) -> Collectives:
     """Return the core's collectives of a communicator; `KINDS` and `NONBLOCKING` are its methods.
 
@@ -440,12 +439,12 @@ def collectives_of(
         context: what matches there.
         calls: what prepares its calls: those that do not block, then those that do.
         slow: returns the method of a name, to which goes what the core does not do.
-        resume: goes on with a call of blocks that differ in shape, after its first round.
     """
     plans = CompiledPlans(group, calls)
     owner = Owner(group, plans)
     of_group = context.core, group.size, group.rank, owner, CoreCollective
     shm = group.shm.core if group.shm is not None else None
-    allowed = [shm is not None and group.allows_shared_memory(name) for name in KINDS]
-    bits = sum(is_allowed << kind for kind, is_allowed in enumerate(allowed))
-    return Collectives(*of_group, plans, finish, slow, shm, bits, resume, sign_uneven)
+    twins = (name.replace("reduce_scatterv", "reduce_scatter") for name in METHODS)
+    allowed = [shm is not None and group.allows_shared_memory(name) for name in twins]
+    bits = sum(is_allowed << method for method, is_allowed in enumerate(allowed))
+    return Collectives(*of_group, plans, finish, slow, shm, bits)

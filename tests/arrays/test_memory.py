@@ -21,6 +21,8 @@ def made(kind: str, array: Any) -> Any:
 
     import numpy as np
 
+    if kind == "numpy":
+        return np.array(array)
     if kind == "memoryview":
         return memoryview(np.array(array))
     if kind == "array":
@@ -187,6 +189,53 @@ def test_messages_come_back_as_what_was_sent_and_fill_what_is_passed(ranks: Any,
 
 
 @ON_BOTH
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_different_shapes_come_as_the_kinds_that_were_passed(
+    ranks: Any, kind: str
+) -> None:
+    if kind == "torch":
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+
+    def program(comm: Any) -> None:
+        import numpy as np
+
+        rank, size = comm.rank, comm.size
+
+        for length in (0, 3, 3000, 100_000):
+
+            def block(sender: int, receiver: int, least: int = length) -> Any:
+                return np.arange(least + sender + 2 * receiver, dtype="d") + sender
+
+            for turn in range(4):
+                mixed = "numpy" if turn == 3 and rank else kind
+                kinds = [kind, "numpy" if turn == 3 else kind]
+                make = (lambda x: x) if mixed == "numpy" else (lambda x: made(kind, x))
+                row = [make(block(rank, peer)) for peer in range(size)]
+                column = [block(peer, rank) for peer in range(size)]
+                first = [block(peer, 0) for peer in range(size)]
+                out = make(np.zeros(sum(map(len, column)))) if turn % 2 else None
+                got = comm.all_to_allv(row, out=out)
+                of = [mixed] * size if turn % 2 else kinds
+                for each, want, each_kind in zip(got, column, of, strict=True):
+                    same(each, want, each_kind)
+                assert out is None or (np.asarray(out) == np.concatenate(column)).all()
+                for each, want, each_kind in zip(
+                    comm.all_gatherv(row[0]), first, kinds, strict=True
+                ):
+                    same(each, want, each_kind)
+                at_root = comm.gatherv(row[0], root=1, timeout=60.0)
+                assert (at_root is None) == (rank == 0)
+                for each, want in zip(at_root or (), first, strict=rank == 1):
+                    np.testing.assert_array_equal(np.asarray(each), want)
+                out = make(np.zeros(len(block(0, rank)))) if turn % 2 else None
+                mine = comm.scatterv(row if rank == 0 else None, out=out)
+                assert out is None or mine is out
+                same(mine, block(0, rank), kind if out is None else mixed)
+
+    ranks(program)
+
+
+@ON_BOTH
 def test_floats_bools_and_complex_numbers_are_reduced_to_their_own_type(ranks: Any) -> None:
     def program(comm: Any) -> None:
         import math
@@ -269,6 +318,13 @@ def test_no_python_runs_in_calls_of_any_kind_of_array(ranks: Any, kind: str) -> 
                 "all_to_all": lambda: comm.all_to_all(table, out=tables),
                 "reduce_scatter": lambda: comm.reduce_scatter(table, out=out),
                 "scatter": lambda: comm.scatter(table if rank == 0 else None, out=out),
+            }
+        if table is not None and comm._group.shm is not None:
+            calls |= {
+                "gatherv": lambda: comm.gatherv(x),
+                "all_gatherv": lambda: comm.all_gatherv(table),
+                "all_to_allv": lambda: comm.all_to_allv([x, out], timeout=60),
+                "scatterv": lambda: comm.scatterv([x, x] if rank == 0 else None, out=out),
             }
         seen: list[str] = []
 

@@ -207,27 +207,26 @@ ok()
 
 def test_what_python_goes_on_with_has_what_is_left_of_the_time(scripts: Scripts) -> None:
     text = f"""{CALLS}
-import array
-from pycoll._calls import shared_memory_uneven
+from pycoll._calls.uneven_out import BlockTargets
 
 # Rank 1 is late, and once more between the two rounds of a call on another kind of array.
-seconds, pause, take = 0.5 * PATIENCE, threading.Event(), shared_memory_uneven._blocks
-def take_late(*args):
+seconds, pause, places = 0.5 * PATIENCE, threading.Event(), BlockTargets.places
+def late_places(*args):
     pause.wait(0.8 * seconds)
-    return take(*args)
+    return places(*args)
 
 c = comm.dup()
-c.all_gatherv(np.zeros(LONG))
+c.all_gatherv(np.zeros(LONG, "l"))
 comm.barrier()
 if rank == 0:
-    call = lambda: c.all_gatherv(np.zeros(LONG), timeout=seconds)
+    call = lambda: c.all_gatherv(np.zeros(LONG, "l"), timeout=seconds)
     ends_in_time("all_gatherv", call, seconds, late=0.3)
 else:
-    cleanup.callback(setattr, shared_memory_uneven, "_blocks", take)
-    shared_memory_uneven._blocks = take_late
+    cleanup.callback(setattr, BlockTargets, "places", places)
+    BlockTargets.places = late_places
     pause.wait(0.7 * seconds)
     error_like(pycoll.OperationTimeout, "rank 0: all_gatherv", c.all_gatherv,
-               array.array("d", [1.0]) * LONG)
+               memoryview(np.zeros(LONG, "q")))
 ok()
 """
     scripts(2, text)

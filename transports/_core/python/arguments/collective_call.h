@@ -11,7 +11,7 @@
 
 #include <string.h>
 
-enum argument { X, OP, ROOT, OUT, ALGORITHM, TIMEOUT, COUNTS, ARGUMENTS };
+enum argument { X, OP, ROOT, OUT, ALGORITHM, TIMEOUT, COUNTS, XS, ARGUMENTS };
 
 extern PyObject *pc_argument_names[ARGUMENTS], *pc_op_names[PC_OPS]; /* interned */
 
@@ -29,6 +29,10 @@ static const signed char positional[PC_METHODS][5] = {
     [PC_SCAN] = {X, OP, OUT, -1},
     [PC_EXSCAN] = {X, OP, OUT, -1},
     [PC_REDUCE_SCATTERV] = {X, COUNTS, OP, OUT, -1},
+    [PC_GATHERV] = {X, ROOT, OUT, -1},
+    [PC_ALL_GATHERV] = {X, OUT, -1},
+    [PC_SCATTERV] = {XS, ROOT, OUT, -1},
+    [PC_ALL_TO_ALLV] = {XS, OUT, -1},
 };
 
 /* The index of a name, or -1. What stands in a program is interned; a name made while it runs is
@@ -48,7 +52,7 @@ static inline bool has_parameter(int method, int which) {
     const signed char *order = positional[method];
     while (*order >= 0 && *order != which)
         order++;
-    return *order == which || which == ALGORITHM || which == TIMEOUT;
+    return *order == which || which == TIMEOUT || (which == ALGORITHM && method < PC_GATHERV);
 }
 
 /* Sort the arguments; false: leave it to Python, also to say what is wrong with them. */

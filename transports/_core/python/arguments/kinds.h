@@ -9,8 +9,11 @@ enum pc_kind {
     PC_REDUCE_SCATTER, PC_ALL_TO_ALL, PC_SCAN, PC_EXSCAN, PC_KINDS
 };
 
-/* A reduce_scatter whose blocks differ in length is a method of its own, but no kind. */
-enum { PC_REDUCE_SCATTERV = PC_KINDS, PC_METHODS };
+/* Those whose blocks differ in length, or in shape, are methods of their own, but no kinds. */
+enum {
+    PC_REDUCE_SCATTERV = PC_KINDS, PC_GATHERV, PC_ALL_GATHERV, PC_SCATTERV, PC_ALL_TO_ALLV,
+    PC_METHODS
+};
 
 static inline bool pc_reduces(int kind) {
     return kind == PC_REDUCE || kind == PC_ALL_REDUCE || kind == PC_REDUCE_SCATTER ||

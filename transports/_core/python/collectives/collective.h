@@ -81,7 +81,8 @@ typedef struct {
     PyObject *finish;  /* waits for a call that takes long: (call, seconds) */
     /* returns the Python method of a name, to which goes what is not done here */
     PyObject *slow;
-    struct pc_shared shared; /* where blocking calls go first */
+    pc_comm *comm;    /* where blocking calls go first; NULL: nowhere */
+    unsigned allowed; /* a bit a method: it may go there */
     uint64_t generation;
     struct pc_plan_entry *plans;
     uint32_t num_made;

@@ -288,56 +288,37 @@ static inline PyObject *collective(pc_collectives *self, const char *name, int k
                                    bool is_blocking, PyObject *const *args, Py_ssize_t count,
                                    PyObject *keywords) {
     PyObject *values[ARGUMENTS] = {NULL}, *result = NULL;
-    bool is_shared = is_blocking && self->shared.allowed >> kind & 1;
+    pc_comm *comm = is_blocking && self->allowed >> kind & 1 ? self->comm : NULL;
+    bool goes_on = false;
     if (parse(kind, args, count, keywords, values)) {
-        if (is_shared && PC_LIKELY(pc_may_share(self->shared.comm)) && is_none(values[ALGORITHM]))
-            result = pc_shared_run(self->shared.comm, kind, values);
+        if (PC_LIKELY(pc_may_share(comm)) && is_none(values[ALGORITHM])) {
+            result = pc_shared_run(comm, kind, values);
+            goes_on = comm->heard;
+        }
+        if (PC_UNLIKELY(result == NULL) && !PyErr_Occurred() && !goes_on && kind < PC_KINDS)
+            result = by_messages(self, kind, is_blocking, values);
         if (PC_LIKELY(result != NULL) || PyErr_Occurred())
-            return result;
-        result = by_messages(self, kind, is_blocking, values);
-        if (result != NULL || PyErr_Occurred())
             return result;
     }
     result = pc_call_method(self->slow, name, args, count, keywords);
-    if (is_shared)
-        self->shared.comm->heard = self->shared.comm->goes_on = false;
+    if (goes_on)
+        pc_shared_end(comm, kind);
     return result;
 }
 
-static PyObject *uneven(pc_collectives *self, const char *name, enum pc_uneven_kind kind,
-                        PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    PyObject *result = NULL;
-    if (pc_may_share(self->shared.comm))
-        result = pc_shared_uneven(&self->shared, name, kind, args, count, keywords);
-    return result != NULL || PyErr_Occurred()
-               ? result
-               : pc_call_method(self->slow, name, args, count, keywords);
-}
-
-static PyObject *reduce_scatterv(pc_collectives *self, PyObject *const *args, Py_ssize_t count,
-                                 PyObject *keywords) {
-    PyObject *values[ARGUMENTS] = {NULL}, *result = NULL;
-    if (self->shared.allowed >> PC_REDUCE_SCATTER & 1 && pc_may_share(self->shared.comm) &&
-        parse(PC_REDUCE_SCATTERV, args, count, keywords, values) && is_none(values[ALGORITHM]))
-        result = pc_shared_reduce_scatterv(self->shared.comm, values);
-    return result != NULL || PyErr_Occurred()
-               ? result
-               : pc_call_method(self->slow, "reduce_scatterv", args, count, keywords);
-}
-
 static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *context, *owner, *call, *planner, *finish, *slow, *comm, *resume, *sign;
+    PyObject *context, *owner, *call, *planner, *finish, *slow, *comm;
     int size, rank;
     unsigned allowed;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OiiOOOOOOIOO", &context, &size, &rank, &owner, &call, &planner,
-                          &finish, &slow, &comm, &allowed, &resume, &sign))
+    if (!PyArg_ParseTuple(args, "OiiOOOOOOI", &context, &size, &rank, &owner, &call, &planner,
+                          &finish, &slow, &comm, &allowed))
         return NULL;
     if (!PyObject_TypeCheck(context, pc_context_type) || !PyType_Check(call) ||
         !PyType_IsSubtype((PyTypeObject *)call, collective_type) ||
         (comm != Py_None && !PyObject_TypeCheck(comm, comm_type))) {
         PyErr_SetString(PyExc_TypeError, "arguments are context, size, rank, owner, type, planner, "
-                                         "finish, slow, comm, allowed, resume, sign");
+                                         "finish, slow, comm, allowed");
         return NULL;
     }
     pc_collectives *self =
@@ -353,10 +334,8 @@ static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *k
     self->planner = Py_NewRef(planner);
     self->finish = Py_NewRef(finish);
     self->slow = Py_NewRef(slow);
-    self->shared.comm = comm != Py_None ? (pc_comm *)Py_NewRef(comm) : NULL;
-    self->shared.allowed = allowed;
-    self->shared.resume = Py_NewRef(resume);
-    self->shared.sign = Py_NewRef(sign);
+    self->comm = comm != Py_None ? (pc_comm *)Py_NewRef(comm) : NULL;
+    self->allowed = allowed;
     self->generation = pc_plans_generation();
     self->plans = calloc(PLANS, sizeof *self->plans);
     if (self->plans != NULL)
@@ -371,9 +350,7 @@ static int collectives_traverse(pc_collectives *self, visitproc visit, void *arg
     Py_VISIT(self->planner);
     Py_VISIT(self->finish);
     Py_VISIT(self->slow);
-    Py_VISIT((PyObject *)self->shared.comm);
-    Py_VISIT(self->shared.resume);
-    Py_VISIT(self->shared.sign);
+    Py_VISIT((PyObject *)self->comm);
     return 0;
 }
 
@@ -382,10 +359,6 @@ static int collectives_clear(pc_collectives *self) {
     Py_CLEAR(self->planner);
     Py_CLEAR(self->finish);
     Py_CLEAR(self->slow);
-    Py_CLEAR(self->shared.resume);
-    Py_CLEAR(self->shared.sign);
-    for (int kind = 0; kind < PC_UNEVEN_KINDS; kind++)
-        Py_CLEAR(self->shared.uneven[kind].text);
     return 0;
 }
 
@@ -396,21 +369,23 @@ static void collectives_dealloc(pc_collectives *self) {
     forget_plans(self);
     free(self->plans);
     Py_XDECREF((PyObject *)self->context);
-    Py_XDECREF((PyObject *)self->shared.comm);
+    Py_XDECREF((PyObject *)self->comm);
     Py_XDECREF(self->type);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
 
+#define WAITED(name, kind)                                                                       \
+    static PC_HOT PyObject *run_##name(pc_collectives *self, PyObject *const *args,              \
+                                       Py_ssize_t count, PyObject *keywords) {                   \
+        return collective(self, #name, kind, true, args, count, keywords);                       \
+    }
 #define COLLECTIVE(name, kind)                                                                   \
     static PyObject *start_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count, \
                                   PyObject *keywords) {                                          \
         return collective(self, "i" #name, kind, false, args, count, keywords);                  \
     }                                                                                            \
-    static PC_HOT PyObject *run_##name(pc_collectives *self, PyObject *const *args,              \
-                                       Py_ssize_t count, PyObject *keywords) {                   \
-        return collective(self, #name, kind, true, args, count, keywords);                       \
-    }
+    WAITED(name, kind)
 COLLECTIVE(barrier, PC_BARRIER)
 COLLECTIVE(broadcast, PC_BROADCAST)
 COLLECTIVE(scatter, PC_SCATTER)
@@ -422,16 +397,11 @@ COLLECTIVE(reduce_scatter, PC_REDUCE_SCATTER)
 COLLECTIVE(all_to_all, PC_ALL_TO_ALL)
 COLLECTIVE(scan, PC_SCAN)
 COLLECTIVE(exscan, PC_EXSCAN)
-
-#define UNEVEN(name, kind)                                                                        \
-    static PyObject *run_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count,    \
-                                PyObject *keywords) {                                             \
-        return uneven(self, #name, kind, args, count, keywords);                                  \
-    }
-UNEVEN(gatherv, PC_GATHERV)
-UNEVEN(all_gatherv, PC_ALL_GATHERV)
-UNEVEN(scatterv, PC_SCATTERV)
-UNEVEN(all_to_allv, PC_ALL_TO_ALLV)
+WAITED(reduce_scatterv, PC_REDUCE_SCATTERV)
+WAITED(gatherv, PC_GATHERV)
+WAITED(all_gatherv, PC_ALL_GATHERV)
+WAITED(scatterv, PC_SCATTERV)
+WAITED(all_to_allv, PC_ALL_TO_ALLV)
 
 #define BLOCKING(name, function, parameters)                                      \
     {#name, (PyCFunction)(void (*)(void))function, METH_FASTCALL | METH_KEYWORDS, \
@@ -458,7 +428,7 @@ static PyMethodDef collectives_methods[] = {
     BLOCKING(all_gatherv, run_all_gatherv, "x, out=None, *, "),
     BLOCKING(scatterv, run_scatterv, "xs, root=0, out=None, *, "),
     BLOCKING(all_to_allv, run_all_to_allv, "xs, out=None, *, "),
-    BLOCKING(reduce_scatterv, reduce_scatterv,
+    BLOCKING(reduce_scatterv, run_reduce_scatterv,
              "x, counts, op='sum', out=None, *, algorithm=None, "),
     {NULL, NULL, 0, NULL},
 };
@@ -470,15 +440,13 @@ static PyType_Slot collectives_slots[] = {
     {Py_tp_clear, collectives_clear},
     {Py_tp_methods, collectives_methods},
     {Py_tp_doc, "Collectives(context, size, rank, owner, type, planner, finish, slow, comm, "
-                "allowed, resume, sign)\n\n"
+                "allowed)\n\n"
                 "The collectives of one communicator in the core. `type` is a "
                 "subclass of `Collective`; `planner(kind, blocking, x, op, root, result, "
                 "algorithm)` returns a `Plan`, or None if Python must run such calls; "
                 "`finish(collective, seconds)` waits for one that takes long; `slow(name)` "
                 "returns the Python method to which goes what is not done here. In shared memory, "
-                "`comm` (None: there is none), go the kinds of `allowed`, a bit each, and uneven "
-                "blocks: `sign(name, dtype, root)` returns text and salt of such a call, "
-                "`resume(name, heard, ...)` goes on with one after its first round."},
+                "`comm` (None: there is none), go the methods of `allowed`, a bit each."},
     {0, NULL},
 };
 

@@ -44,8 +44,7 @@ void pc_sign_part(pc_collective *call, uint64_t salt, int ndim, const intptr_t *
 PyObject *pc_describe(const pc_collective *call) {
     uint64_t number = call->number != 0 ? call->number : call->comm->number + 1;
     call = call->within != NULL ? call->within : call;
-    PyObject *text = call->text != NULL ? call->text : Py_None,
-             *x = call->x_object != NULL ? call->x_object : Py_None;
+    PyObject *x = call->x_object != NULL ? call->x_object : Py_None;
     PyObject *op = call->op_object != NULL ? call->op_object : Py_None, *counts = NULL;
     if (call->begins != NULL) { /* those that were given may have changed */
         counts = PyList_New(call->comm->size);
@@ -55,7 +54,8 @@ PyObject *pc_describe(const pc_collective *call) {
         if (counts == NULL)
             return NULL;
     }
-    return Py_BuildValue("(OiOOiKN)", text, call->kind, x, op, call->root,
+    int method = call->method != 0 ? call->method : call->kind;
+    return Py_BuildValue("(iiOOiKN)", method, call->kind, x, op, call->root,
                          (unsigned long long)number, counts != NULL ? counts : Py_NewRef(Py_None));
 }
 
@@ -225,11 +225,11 @@ bool pc_check_reducible(int dtype, const void *x, const void *out) {
 
 static const void *data_of(const Py_buffer *view) { return view->len > 0 ? view->buf : NULL; }
 
-/* run(text, kind, dtype, op, root, shape, salt, x, out, nbytes, hook=None, wants=None) -> whether
+/* run(kind, dtype, op, root, shape, salt, x, out, nbytes, hook=None, wants=None) -> whether
    all ranks rather do it elsewhere (offers in exchange.c). `wants` is for a reduction: whether this
    rank would, None: nobody is asked. */
 static PyObject *comm_run(pc_comm *comm, PyObject *args) {
-    PyObject *text, *shape, *x, *out, *hook = Py_None, *wants = Py_None;
+    PyObject *shape, *x, *out, *hook = Py_None, *wants = Py_None;
     int kind, dtype, op, root;
     unsigned long long salt;
     Py_ssize_t nbytes;
@@ -237,7 +237,7 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
     pc_collective call;
     intptr_t dims[PC_MAX_DIMS];
     int ndim;
-    if (!PyArg_ParseTuple(args, "OiiiiOKOOn|OO", &text, &kind, &dtype, &op, &root, &shape, &salt,
+    if (!PyArg_ParseTuple(args, "iiiiOKOOn|OO", &kind, &dtype, &op, &root, &shape, &salt,
                           &x, &out, &nbytes, &hook, &wants) ||
         pc_check_attached(comm) < 0 || (ndim = pc_get_shape(shape, dims)) < 0)
         return NULL;
@@ -250,7 +250,6 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
     PyObject *result = NULL;
     if ((!pc_reduces(kind) || pc_check_reducible(dtype, data_of(&x_view), data_of(&out_view))) &&
         pc_call_begin(&call, comm, kind, root) == 0) {
-        call.text = text;
         call.dtype = dtype;
         call.op = op;
         call.x = x_view.buf;
@@ -271,17 +270,17 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
     return result;
 }
 
-/* announce(text, kind, root, value, form, description, x, out, nbytes): the root's broadcast or
+/* announce(kind, root, value, form, description, x, out, nbytes): the root's broadcast or
    scatter */
 static PyObject *comm_announce(pc_comm *comm, PyObject *args) {
-    PyObject *text, *x, *out;
+    PyObject *x, *out;
     int kind, root, form;
     unsigned long long value;
     const char *description;
     Py_ssize_t description_nbytes, nbytes;
     Py_buffer x_view, out_view;
     pc_collective call;
-    if (!PyArg_ParseTuple(args, "OiiKiy#OOn", &text, &kind, &root, &value, &form, &description,
+    if (!PyArg_ParseTuple(args, "iiKiy#OOn", &kind, &root, &value, &form, &description,
                           &description_nbytes, &x, &out, &nbytes) ||
         pc_check_attached(comm) < 0)
         return NULL;
@@ -297,7 +296,6 @@ static PyObject *comm_announce(pc_comm *comm, PyObject *args) {
     }
     PyObject *result = NULL;
     if (pc_call_begin(&call, comm, kind, root) == 0) {
-        call.text = text;
         call.x = x_view.buf;
         call.out = out_view.buf;
         call.nbytes = (size_t)nbytes;
@@ -313,13 +311,12 @@ static PyObject *comm_announce(pc_comm *comm, PyObject *args) {
     return result;
 }
 
-/* hear(text, kind, root) -> (form, nbytes, value, description); then `receive` must follow. */
+/* hear(kind, root) -> (form, nbytes, value, description); then `receive` must follow. */
 static PyObject *comm_hear(pc_comm *comm, PyObject *args) {
-    PyObject *text;
     int kind, root;
     pc_collective call;
     struct pc_slot *slot = NULL;
-    if (!PyArg_ParseTuple(args, "Oii", &text, &kind, &root) || pc_check_attached(comm) < 0)
+    if (!PyArg_ParseTuple(args, "ii", &kind, &root) || pc_check_attached(comm) < 0)
         return NULL;
     if (comm->heard) { /* by a method of the core (shared_methods.c), which could not receive it */
         comm->heard = false;
@@ -327,7 +324,6 @@ static PyObject *comm_hear(pc_comm *comm, PyObject *args) {
     }
     if (pc_call_begin(&call, comm, kind, root) < 0)
         return NULL;
-    call.text = text;
     pc_sign(&call, 0, 0, NULL);
     int status = pc_hear(&call, &slot);
     pc_hold(&call.call);
@@ -337,18 +333,17 @@ static PyObject *comm_hear(pc_comm *comm, PyObject *args) {
     return header_tuple(slot);
 }
 
-/* receive(text, kind, root, out) */
+/* receive(kind, root, out) */
 static PyObject *comm_receive(pc_comm *comm, PyObject *args) {
-    PyObject *text, *out;
+    PyObject *out;
     int kind, root;
     Py_buffer view;
     pc_collective call;
-    if (!PyArg_ParseTuple(args, "OiiO", &text, &kind, &root, &out) || pc_check_attached(comm) < 0 ||
+    if (!PyArg_ParseTuple(args, "iiO", &kind, &root, &out) || pc_check_attached(comm) < 0 ||
         get_buffer(out, &view, PyBUF_WRITABLE) < 0)
         return NULL;
     PyObject *result = NULL;
     if (pc_call_begin(&call, comm, kind, root) == 0) {
-        call.text = text;
         call.out = view.buf;
         call.number = comm->number;
         pc_sign(&call, 0, 0, NULL);
@@ -358,61 +353,6 @@ static PyObject *comm_receive(pc_comm *comm, PyObject *args) {
         result = pc_call_end(&call, status, Py_NewRef(Py_None));
     }
     PyBuffer_Release(&view);
-    return result;
-}
-
-/* (rank, address, into) */
-static bool get_piece(pc_comm *comm, PyObject *item, struct pc_piece *piece, Py_buffer *view) {
-    PyObject *into;
-    unsigned long long address;
-    if (!PyArg_ParseTuple(item, "iKO", &piece->rank, &address, &into))
-        return false;
-    if (piece->rank < 0 || piece->rank >= comm->size) {
-        PyErr_SetString(PyExc_ValueError, "there is no such rank");
-        return false;
-    }
-    if (PyObject_GetBuffer(into, view, PyBUF_WRITABLE) < 0)
-        return false;
-    piece->address = address;
-    piece->into = view->buf;
-    piece->nbytes = (size_t)view->len;
-    return true;
-}
-
-/* fetch(text, root, salt, pieces): every rank's pieces of the others' memory, whose addresses they
-   have been told */
-static PyObject *comm_fetch(pc_comm *comm, PyObject *args) {
-    PyObject *text, *items, *result = NULL;
-    int root;
-    unsigned long long salt;
-    pc_collective call;
-    if (!PyArg_ParseTuple(args, "OiKO!", &text, &root, &salt, &PyList_Type, &items) ||
-        pc_check_attached(comm) < 0)
-        return NULL;
-    if (!comm->direct) {
-        PyErr_SetString(PyExc_RuntimeError, "the ranks cannot read each other's memory");
-        return NULL;
-    }
-    Py_ssize_t count = PyList_Size(items), held = 0;
-    struct pc_piece *pieces = PyMem_Calloc((size_t)count + 1, sizeof *pieces);
-    Py_buffer *views = PyMem_Calloc((size_t)count + 1, sizeof *views);
-    if (pieces == NULL || views == NULL)
-        PyErr_NoMemory();
-    else
-        while (held < count &&
-               get_piece(comm, PyList_GetItem(items, held), &pieces[held], &views[held]))
-            held++;
-    if (!PyErr_Occurred() && pc_call_begin(&call, comm, PC_ALL_GATHER, root) == 0) {
-        call.text = text;
-        pc_sign_part(&call, salt, 0, NULL);
-        int status = pc_direct_fetch(&call, pieces, (size_t)count);
-        pc_hold(&call.call);
-        result = pc_call_end(&call, status, Py_NewRef(Py_None));
-    }
-    while (held > 0)
-        PyBuffer_Release(&views[--held]);
-    PyMem_Free(views);
-    PyMem_Free(pieces);
     return result;
 }
 
@@ -435,7 +375,6 @@ PyMethodDef pc_comm_calls[] = {
     COMM_METHOD(announce, METH_VARARGS, "The root's part of a broadcast or scatter."),
     COMM_METHOD(hear, METH_VARARGS, "Wait for what the root announces."),
     COMM_METHOD(receive, METH_VARARGS, "Receive what the root has announced."),
-    COMM_METHOD(fetch, METH_VARARGS, "Read pieces of the others' memory."),
     COMM_METHOD(value_hash, METH_VARARGS, "Hash of an array's dtype and shape, as announced."),
     {NULL, NULL, 0, NULL},
 };

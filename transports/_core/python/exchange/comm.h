@@ -14,16 +14,6 @@
 
 #include <pthread.h>
 
-/* Collectives of blocks that differ in shape. */
-enum pc_uneven_kind { PC_GATHERV, PC_ALL_GATHERV, PC_SCATTERV, PC_ALL_TO_ALLV, PC_UNEVEN_KINDS };
-
-/* What `sign` has said of the last such call. */
-struct pc_uneven {
-    PyObject *text;
-    uint64_t salt;
-    int dtype, root;
-};
-
 #define PC_CHOICES 32
 typedef struct pc_choice pc_choice;
 
@@ -49,8 +39,9 @@ typedef struct pc_comm {
     bool claimed;     /* whether there is one */
     uint64_t calls_before; /* the user's, before that one */
     bool busy;       /* a call is under way */
-    bool heard;      /* and what its root has announced: the next `hear` is of that */
+    bool heard;      /* and what others have said in it: the next `hear` or `uneven` is of that */
     bool goes_on;    /* a call begun here goes on in Python: the next claim keeps its deadline */
+    PyObject *kept;  /* arrays of that call; or NULL */
     uint64_t op_timeout_ns; /* the default */
     struct pc_deadline deadline; /* of the user's call that is under way */
     uint64_t number; /* of the last call */
@@ -66,16 +57,6 @@ typedef struct pc_comm {
     int trials; /* under way */
     PyObject *sleep, *mismatch, *give_up; /* Python callables */
 } pc_comm;
-
-/* The shared memory of those who call a communicator's methods (`pc_collectives`). They keep the
-   `pc_comm`, which knows nothing of them. */
-struct pc_shared {
-    pc_comm *comm;    /* NULL: there is none */
-    unsigned allowed; /* a bit a kind: it may go there */
-    PyObject *resume; /* (name, heard, ...): goes on with uneven blocks after the first round */
-    PyObject *sign;   /* (name, dtype, root) -> (text, salt), of uneven blocks */
-    struct pc_uneven uneven[PC_UNEVEN_KINDS];
-};
 
 /* Whether a call may begin in shared memory. */
 static inline bool pc_may_share(const pc_comm *comm) {
@@ -105,8 +86,10 @@ typedef struct pc_collective {
     const struct pc_collective *within;
     int ndim; /* shape of x, for who made another call */
     const intptr_t *dims;
-    /* For the Python side, borrowed: the call as text, or NULL and the arguments. */
-    PyObject *text, *x_object, *op_object;
+    /* For the Python side: the method that was called, if that is no kind; and, borrowed, its
+       arguments. */
+    int method;
+    PyObject *x_object, *op_object;
     PyObject *hook; /* see all_reduce_in_pieces and offers in exchange.c; or NULL; borrowed */
     /* A reduction that may leave this memory for that of GPUs: all ranks are asked; and whether
        this one wants that. */
@@ -326,7 +309,7 @@ int pc_user_call_begin(pc_collective *call, pc_comm *comm, int kind, int root, P
 /* Steals `result`, of which a new reference is counted after `pc_hold`: a call may have let go of
    the lock. */
 PyObject *pc_call_end(pc_collective *call, int status, PyObject *result);
-/* (text, kind, x, op, root, number, counts): None for what is not there */
+/* (method, kind, x, op, root, number, counts): None for what is not there */
 PyObject *pc_describe(const pc_collective *call);
 /* Have Python raise the error: this rank and `rank` made different calls as `number`. Returns
    -1. */
@@ -335,8 +318,8 @@ uint64_t pc_hash_dims(uint64_t seed, int ndim, const intptr_t *dims);
 /* Set the signature of a call on an array of this shape; `salt` tells apart what else must be the
    same. */
 void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims);
-/* Of a call of which Python says in the salt's upper half what it is a part of: see `part_of` in
-   shared_memory.py. */
+/* Of a call of which the salt's upper half says what it is a part of: see PARTS in numbering.py. */
+enum { PC_PART_UNEVEN = 1, PC_PART_INTS = 5 };
 void pc_sign_part(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims);
 
 /* (signature, shape) of what a rank has called; NULL with an exception */
@@ -349,7 +332,7 @@ int pc_get_shape(PyObject *shape, intptr_t *dims); /* the number of dimensions, 
                                                       exception */
 
 /* Methods for calls whose arguments Python has checked. */
-extern PyMethodDef pc_comm_calls[];
+extern PyMethodDef pc_comm_calls[], pc_uneven_methods[];
 
 /* comm_attach.c */
 /* attach(direct): map the region, meet the others there, and find out whether all can read each
@@ -358,18 +341,17 @@ PyObject *pc_comm_attach(pc_comm *comm, PyObject *allowed);
 /* Give the region back, if no call is under way. */
 void pc_comm_detach(pc_comm *comm);
 
-/* Calls that may begin in shared memory (`pc_may_share`). NULL without an exception: nothing has
-   happened, and they must go another way.
-
-   shared_methods.c: by their arguments, sorted (collective_call.h) */
+/* Calls that may begin in shared memory (`pc_may_share`), by their arguments, sorted
+   (collective_call.h). NULL without an exception: nothing has happened, and they must go another
+   way; or with `heard` the call goes on in Python. */
 PyObject *pc_shared_run(pc_comm *comm, int kind, PyObject **values);
+/* such a call has gone on in Python, and is over */
+void pc_shared_end(pc_comm *comm, int kind);
 /* without so many axes; its length */
 uint32_t pc_describe_array(const struct pc_array *x, int skipped, unsigned char *to);
 
-/* shared_uneven.c: blocks that differ in shape */
-PyObject *pc_shared_uneven(struct pc_shared *shared, const char *name, enum pc_uneven_kind kind,
-                           PyObject *const *args, Py_ssize_t count, PyObject *keywords);
-
+/* of blocks that differ in shape */
+PyObject *pc_shared_uneven(pc_comm *comm, int method, PyObject **values);
 /* shared_reduce_scatterv.c: a reduce_scatter whose blocks differ in length; and one whose arguments
    Python has checked */
 PyObject *pc_shared_reduce_scatterv(pc_comm *comm, PyObject **values);

@@ -298,7 +298,8 @@ static PyMethodDef comm_methods[] = {
 
 static PyMethodDef *all_methods(void) {
     static PyMethodDef methods[64];
-    PyMethodDef *parts[] = {comm_methods, pc_comm_calls, pc_reduce_rows_methods};
+    PyMethodDef *parts[] = {comm_methods, pc_comm_calls, pc_uneven_methods,
+                            pc_reduce_rows_methods};
     int count = 0;
     for (size_t part = 0; part < sizeof parts / sizeof *parts; part++)
         for (PyMethodDef *method = parts[part]; method->ml_name != NULL; method++)

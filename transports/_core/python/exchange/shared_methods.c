@@ -6,8 +6,8 @@
 PyObject *pc_argument_names[ARGUMENTS], *pc_op_names[PC_OPS];
 
 void pc_shared_init(void) {
-    static const char *names[ARGUMENTS] = {"x",         "op",      "root",  "out",
-                                           "algorithm", "timeout", "counts"};
+    static const char *names[ARGUMENTS] = {"x",         "op",      "root",   "out",
+                                           "algorithm", "timeout", "counts", "xs"};
     static const char *ops[PC_OPS] = {"sum", "prod", "min",  "max", "avg", "band",
                                       "bor", "bxor", "land", "lor", "lxor"};
     for (int index = 0; index < ARGUMENTS; index++)
@@ -16,8 +16,6 @@ void pc_shared_init(void) {
         pc_op_names[index] = PyUnicode_InternFromString(ops[index]);
 }
 
-#define INTS 5 /* in PARTS in pycoll/_calls/numbering.py */
-
 /* The all_reduce that combines ints for a call of the user's. */
 static pc_collective part_of_ints(const pc_collective *call, const struct pc_array *x) {
     pc_collective part = pc_part_of(call);
@@ -25,7 +23,7 @@ static pc_collective part_of_ints(const pc_collective *call, const struct pc_arr
     part.root = 0;
     /* as in pycoll/_calls/number_plans.py */
     uint32_t called = (uint32_t)call->kind << 24 | (uint32_t)call->op << 16 | (uint32_t)call->root;
-    pc_sign_part(&part, (uint64_t)INTS << 32 | called, x->ndim, x->dims);
+    pc_sign_part(&part, (uint64_t)PC_PART_INTS << 32 | called, x->ndim, x->dims);
     return part;
 }
 
@@ -171,6 +169,9 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
 
 PC_HOT PyObject *pc_shared_run(pc_comm *comm, int kind, PyObject **values) {
     PyObject *result = NULL;
+    if (PC_UNLIKELY(kind >= PC_KINDS))
+        return kind == PC_REDUCE_SCATTERV ? pc_shared_reduce_scatterv(comm, values)
+                                          : pc_shared_uneven(comm, kind, values);
     int root = find_root(values[ROOT], comm->size);
     if (kind == PC_BARRIER) {
         pc_collective call;
@@ -196,4 +197,20 @@ PC_HOT PyObject *pc_shared_run(pc_comm *comm, int kind, PyObject **values) {
         result = run_array(comm, kind, values, &x, reduces ? op : 0, root);
     pc_memory_release(&x);
     return result;
+}
+
+PC_COLD void pc_shared_end(pc_comm *comm, int kind) {
+    if (comm->heard && PyErr_Occurred()) { /* before it came to what was heard */
+        pc_collective call;
+        comm->heard = false;
+        if (pc_call_begin(&call, comm, kind < PC_KINDS ? kind : PC_ALL_GATHER, 0) == 0) {
+            call.method = kind;
+            call.number = comm->number;
+            (void)pc_call_end(&call, -1, NULL);
+        }
+    }
+    comm->heard = comm->goes_on = false;
+    if (comm->claimed && pthread_equal(comm->caller, pthread_self()))
+        comm->claimed = false;
+    Py_CLEAR(comm->kept);
 }

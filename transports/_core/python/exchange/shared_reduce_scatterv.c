@@ -5,8 +5,6 @@
 #include "python/arguments/collective_call.h"
 #include "comm.h"
 
-#define UNEVEN 1 /* in PARTS in pycoll/_calls/shared_memory.py */
-
 /* Read rows before each block, and all rows; whether that is a list or tuple of ints which add up
    to `num_rows`. */
 static bool read_counts(PyObject *counts, int size, size_t num_rows, size_t *begins) {
@@ -33,12 +31,13 @@ static void set_rows(pc_collective *call, const size_t *begins, size_t row_nbyte
                      const intptr_t *dims) {
     int size = call->comm->size;
     uint64_t hash = pc_hash_dims(0, size, (const intptr_t *)begins + 1);
+    call->method = PC_REDUCE_SCATTERV;
     call->begins = begins;
     call->row_nbytes = row_nbytes;
     for (int rank = 0; rank < size; rank++)
         if (call->nbytes < pc_block_nbytes(call, rank))
             call->nbytes = pc_block_nbytes(call, rank);
-    pc_sign_part(call, (uint64_t)UNEVEN << 32 | (hash & 0xFFFFFFFFu), ndim, dims);
+    pc_sign_part(call, (uint64_t)PC_PART_UNEVEN << 32 | (hash & 0xFFFFFFFFu), ndim, dims);
 }
 
 /* --- NumPy arrays ----------------------------------------------------------------------------- */
