@@ -227,7 +227,7 @@ def reset() -> None:
 def stats() -> dict[str, int]:
     """What there is and what has happened in this process, by name.
 
-    There is: allocations, allocated_bytes, registered, host_allocations, ipc_opened, streams,
+    There is: allocations, allocated_bytes, registered, ipc_opened, streams,
     events, busy_streams (with something enqueued), waiting (threads, for what is held). Has
     happened: enqueued, run (copies and sets), h2d_bytes, d2h_bytes, d2d_bytes, set_bytes,
     pageable_copies (enqueued from or to host memory that is not page-locked), illegal_accesses,

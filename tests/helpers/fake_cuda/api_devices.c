@@ -189,15 +189,6 @@ API CUresult cuDeviceGetAttribute(int *value, int number, CUdevice device)
     END(OK);
 }
 
-API CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
-{
-    BEGIN(DRIVER, "%d, %d", device, peer);
-    REQUIRE(device >= 0 && device < device_count, INVALID_DEVICE);
-    REQUIRE(peer >= 0 && peer < device_count, INVALID_DEVICE);
-    *can = device != peer;
-    END(OK);
-}
-
 /* Contexts: the primary ones. */
 
 API CUresult cuDevicePrimaryCtxRetain(void **context, CUdevice device)
@@ -276,29 +267,4 @@ API CUresult cuCtxGetDevice_v2(CUdevice *device, void *handle)
     REQUIRE(context && context->refs, INVALID_CONTEXT);
     *device = context->device;
     END(OK);
-}
-
-static CUresult synchronize(struct context *context)
-{
-    struct mark *mark = new_mark(0);
-    for (struct stream *stream = streams; stream; stream = stream->next)
-        if (stream->context == context && stream->head) {
-            mark->pending++;
-            enqueue(stream, (struct op){.kind = RECORD, .mark = mark});
-        }
-    return wait_for(mark, context);
-}
-
-API CUresult cuCtxSynchronize(void)
-{
-    BEGIN(CONTEXT, " ");
-    END(synchronize(current_context()));
-}
-
-API CUresult cuCtxSynchronize_v2(void *handle)
-{
-    BEGIN(DRIVER, "%p", handle);
-    struct context *context = handle ? context_of(handle) : current_context();
-    REQUIRE(context && context->refs, INVALID_CONTEXT);
-    END(synchronize(context));
 }

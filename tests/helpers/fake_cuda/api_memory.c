@@ -3,7 +3,7 @@
 #include "api.h"
 
 #include <string.h>
-#include <sys/mman.h>
+#include <sys/mman.h> /* mincore */
 #include <unistd.h>
 
 static size_t in_use(const struct context *context)
@@ -63,14 +63,6 @@ API CUresult cuMemFreeAsync(CUdeviceptr pointer, void *handle)
     END(OK);
 }
 
-API CUresult cuMemGetInfo_v2(size_t *available, size_t *total)
-{
-    BEGIN(CONTEXT, " ");
-    *available = DEVICE_MEMORY - in_use(current_context());
-    *total = DEVICE_MEMORY;
-    END(OK);
-}
-
 API CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdeviceptr pointer)
 {
     BEGIN(CONTEXT, "%#llx", pointer);
@@ -80,30 +72,6 @@ API CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdevicept
         *base = a->base;
     if (size)
         *size = a->size;
-    END(OK);
-}
-
-API CUresult cuMemAllocHost_v2(void **pointer, size_t size)
-{
-    BEGIN(CONTEXT, "%zu", size);
-    REQUIRE(pointer && size, INVALID_VALUE);
-    void *at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    REQUIRE(at != MAP_FAILED, OUT_OF_MEMORY);
-    memset(at, FRESH, size);
-    if (!add_registration(current_context(), (uintptr_t)at, size, true)) {
-        munmap(at, size);
-        END(OUT_OF_MEMORY);
-    }
-    *pointer = at;
-    END(OK);
-}
-
-API CUresult cuMemFreeHost(void *pointer)
-{
-    BEGIN(CONTEXT, "%p", pointer);
-    struct registration *r = registration_at((uintptr_t)pointer, 1);
-    REQUIRE(r && r->base == (uintptr_t)pointer && r->owned, INVALID_VALUE);
-    remove_registration(r);
     END(OK);
 }
 
@@ -121,7 +89,7 @@ API CUresult cuMemHostRegister_v2(void *pointer, size_t size, unsigned flags)
     for (struct registration *r = registrations; r; r = r->next)
         REQUIRE(end <= r->base / page * page || first >= r->base + r->size,
                 HOST_MEMORY_ALREADY_REGISTERED);
-    REQUIRE(add_registration(current_context(), base, size, false), OUT_OF_MEMORY);
+    REQUIRE(add_registration(current_context(), base, size), OUT_OF_MEMORY);
     END(OK);
 }
 
@@ -129,7 +97,7 @@ API CUresult cuMemHostUnregister(void *pointer)
 {
     BEGIN(CONTEXT, "%p", pointer);
     struct registration *r = registration_at((uintptr_t)pointer, 1);
-    REQUIRE(r && r->base == (uintptr_t)pointer && !r->owned, HOST_MEMORY_NOT_REGISTERED);
+    REQUIRE(r && r->base == (uintptr_t)pointer, HOST_MEMORY_NOT_REGISTERED);
     remove_registration(r);
     END(OK);
 }
@@ -203,18 +171,6 @@ API CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr pointe
     END(attribute_of(data, attribute, pointer));
 }
 
-API CUresult cuPointerGetAttributes(unsigned count, int *attributes, void **data,
-                                    CUdeviceptr pointer)
-{
-    BEGIN(CONTEXT, "%u, %#llx", count, pointer);
-    REQUIRE(attributes && data, INVALID_VALUE);
-    for (unsigned i = 0; i < count; i++) {
-        CUresult error = attribute_of(data[i], attributes[i], pointer);
-        REQUIRE(!error, error);
-    }
-    END(OK);
-}
-
 /* Memory between processes. */
 
 struct ipc_handle {
@@ -276,18 +232,4 @@ API CUresult cuIpcCloseMemHandle(CUdeviceptr pointer)
     if (!--a->opened)
         release(a);
     END(OK);
-}
-
-API CUresult cuIpcGetEventHandle(void *handle, void *event)
-{
-    (void)handle;
-    BEGIN(CONTEXT, "%p", event);
-    END(NOT_SUPPORTED);
-}
-
-API CUresult cuIpcOpenEventHandle(void **event, struct ipc_handle handle)
-{
-    (void)event;
-    BEGIN(CONTEXT, "%d", handle.pid);
-    END(NOT_SUPPORTED);
 }

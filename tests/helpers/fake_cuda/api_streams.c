@@ -17,7 +17,7 @@ static struct side host_side(const void *pointer)
 static struct op line(struct side to, struct side from, size_t nbytes)
 {
     return (struct op){
-        .kind = COPY, .to = to, .from = from, .width = nbytes, .rows = 1, .planes = 1};
+        .kind = COPY, .to = to, .from = from, .width = nbytes, .rows = 1};
 }
 
 API CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t nbytes, void *handle)
@@ -41,33 +41,6 @@ API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t nbyte
     END(enqueue_copy(stream, line(device_side(to), device_side(from), nbytes)));
 }
 
-static CUresult synchronous(struct op op)
-{
-    struct context *context = current_context();
-    struct mark *mark = new_mark(1);
-    enqueue(context->legacy, (struct op){.kind = RECORD, .mark = mark});
-    CUresult error = wait_for(mark, context);
-    return error ? error : copy_now(context, op);
-}
-
-API CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t nbytes)
-{
-    BEGIN(CONTEXT, "%p, %#llx, %zu", to, from, nbytes);
-    END(synchronous(line(host_side(to), device_side(from), nbytes)));
-}
-
-API CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t nbytes)
-{
-    BEGIN(CONTEXT, "%#llx, %p, %zu", to, from, nbytes);
-    END(synchronous(line(device_side(to), host_side(from), nbytes)));
-}
-
-API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t nbytes)
-{
-    BEGIN(CONTEXT, "%#llx, %#llx, %zu", to, from, nbytes);
-    END(synchronous(line(device_side(to), device_side(from), nbytes)));
-}
-
 struct end2d {
     size_t x, y;
     int type;
@@ -82,77 +55,33 @@ struct copy2d {
     size_t width, height;
 };
 
-struct end3d {
-    size_t x, y, z, level;
-    int type;
-    void *host;
-    CUdeviceptr device;
-    void *array, *reserved;
-    size_t pitch, height;
-};
-
-struct copy3d {
-    struct end3d from, to;
-    size_t width, height, depth;
-};
-
 /* A side of a copy of rows; `address` 0 if it makes no sense. */
-static struct side rows_side(const struct end3d *end, size_t width, size_t height, size_t depth)
+static struct side rows_side(const struct end2d *end, size_t width)
 {
     size_t pitch = end->pitch ? end->pitch : width + end->x;
-    size_t slice = pitch * (end->height ? end->height : height);
     bool host = end->type == HOST_MEMORY_TYPE;
     uintptr_t base = host ? (uintptr_t)end->host : end->device;
     bool known = host || end->type == DEVICE_MEMORY_TYPE || end->type == UNIFIED_MEMORY_TYPE;
-    bool fits = pitch >= width + end->x &&
-                (depth <= 1 || !end->height || end->height >= height + end->y);
-    if (!known || !fits || !base || end->level || end->reserved)
+    if (!known || pitch < width + end->x || !base)
         return (struct side){0};
     return (struct side){
-        .address = base + end->z * slice + end->y * pitch + end->x,
+        .address = base + end->y * pitch + end->x,
         .pitch = pitch,
-        .slice = slice,
         .device = end->type == DEVICE_MEMORY_TYPE || (!host && allocation_at(base)),
     };
-}
-
-static CUresult enqueue_rows(struct stream *stream, const struct copy3d *copy)
-{
-    struct op op = {.kind = COPY,
-                    .width = copy->width,
-                    .rows = copy->height,
-                    .planes = copy->depth,
-                    .to = rows_side(&copy->to, copy->width, copy->height, copy->depth),
-                    .from = rows_side(&copy->from, copy->width, copy->height, copy->depth)};
-    return op.to.address && op.from.address ? enqueue_copy(stream, op) : INVALID_VALUE;
-}
-
-API CUresult cuMemcpy3DAsync_v2(const struct copy3d *copy, void *handle)
-{
-    BEGIN(CONTEXT, "%zu x %zu x %zu, %p", copy->depth, copy->height, copy->width, handle);
-    STREAM(stream, handle);
-    END(enqueue_rows(stream, copy));
-}
-
-static struct end3d one_plane(const struct end2d *end)
-{
-    return (struct end3d){.x = end->x,
-                          .y = end->y,
-                          .type = end->type,
-                          .host = end->host,
-                          .device = end->device,
-                          .pitch = end->pitch};
 }
 
 API CUresult cuMemcpy2DAsync_v2(const struct copy2d *copy, void *handle)
 {
     BEGIN(CONTEXT, "%zu x %zu, %p", copy->height, copy->width, handle);
     STREAM(stream, handle);
-    END(enqueue_rows(stream, &(struct copy3d){.from = one_plane(&copy->from),
-                                              .to = one_plane(&copy->to),
-                                              .width = copy->width,
-                                              .height = copy->height,
-                                              .depth = 1}));
+    struct op op = {.kind = COPY,
+                    .width = copy->width,
+                    .rows = copy->height,
+                    .to = rows_side(&copy->to, copy->width),
+                    .from = rows_side(&copy->from, copy->width)};
+    REQUIRE(op.to.address && op.from.address, INVALID_VALUE);
+    END(enqueue_copy(stream, op));
 }
 
 static struct op set(CUdeviceptr to, uint32_t value, size_t size, size_t count)
@@ -161,7 +90,6 @@ static struct op set(CUdeviceptr to, uint32_t value, size_t size, size_t count)
                        .to = device_side(to),
                        .width = size * count,
                        .rows = 1,
-                       .planes = 1,
                        .value = value,
                        .value_size = size};
 }
@@ -183,16 +111,6 @@ API CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, void
 
 /* Streams. */
 
-API CUresult cuStreamCreateWithPriority(void **handle, unsigned flags, int priority)
-{
-    BEGIN(CONTEXT, "%u, %d", flags, priority);
-    REQUIRE(handle && flags <= 1, INVALID_VALUE);
-    struct stream *stream = new_stream(current_context(), new_handle());
-    REQUIRE(stream, OUT_OF_MEMORY);
-    *handle = (void *)stream->handle;
-    END(OK);
-}
-
 API CUresult cuStreamCreate(void **handle, unsigned flags)
 {
     BEGIN(CONTEXT, "%u", flags);
@@ -211,24 +129,6 @@ API CUresult cuStreamDestroy_v2(void *handle)
     REQUIRE(stream->handle, INVALID_HANDLE);
     stream->destroyed = true;
     drop_empty(stream);
-    END(OK);
-}
-
-API CUresult cuStreamGetCtx(void *handle, void **context)
-{
-    BEGIN(CONTEXT, "%p", handle);
-    STREAM(stream, handle);
-    *context = stream->context;
-    END(OK);
-}
-
-API CUresult cuStreamGetCtx_v2(void *handle, void **context, void **green)
-{
-    BEGIN(CONTEXT, "%p", handle);
-    STREAM(stream, handle);
-    *context = stream->context;
-    if (green)
-        *green = NULL;
     END(OK);
 }
 
@@ -283,11 +183,11 @@ API CUresult cuStreamSynchronize(void *handle)
 API CUresult cuEventCreate(void **handle, unsigned flags)
 {
     BEGIN(CONTEXT, "%u", flags);
-    bool timed = !(flags & 2);
-    REQUIRE(handle && flags < 8 && !(flags & 4 && timed), INVALID_VALUE);
+    /* one of other processes is not timed */
+    REQUIRE(handle && flags < 8 && (flags & 6) != 4, INVALID_VALUE);
     struct event *event = malloc(sizeof *event);
     REQUIRE(event, OUT_OF_MEMORY);
-    *event = (struct event){events, new_handle(), current_context(), timed, NULL};
+    *event = (struct event){events, new_handle(), current_context(), NULL};
     events = event;
     *handle = (void *)event->handle;
     END(OK);
@@ -331,23 +231,4 @@ API CUresult cuEventSynchronize(void *handle)
         END(OK);
     event->mark->refs++;
     END(wait_for(event->mark, event->context));
-}
-
-API CUresult cuEventElapsedTime_v2(float *milliseconds, void *start, void *end)
-{
-    BEGIN(CONTEXT, "%p, %p", start, end);
-    EVENT(first, start);
-    EVENT(last, end);
-    REQUIRE(first->timed && last->timed && first->mark && last->mark, INVALID_HANDLE);
-    REQUIRE(first->context == last->context, INVALID_HANDLE);
-    REQUIRE(!first->mark->pending && !last->mark->pending, NOT_READY);
-    struct timespec a = first->mark->when, b = last->mark->when;
-    *milliseconds = (float)((double)(b.tv_sec - a.tv_sec) * 1e3 +
-                            (double)(b.tv_nsec - a.tv_nsec) / 1e6);
-    END(OK);
-}
-
-API CUresult cuEventElapsedTime(float *milliseconds, void *start, void *end)
-{
-    return cuEventElapsedTime_v2(milliseconds, start, end);
 }

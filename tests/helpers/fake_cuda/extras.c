@@ -22,7 +22,6 @@
     X(cuDeviceGetUuid, 11040, cuDeviceGetUuid_v2)                                                  \
     X(cuDeviceTotalMem, 3020, cuDeviceTotalMem_v2)                                                 \
     X(cuDeviceGetAttribute, 2000, cuDeviceGetAttribute)                                            \
-    X(cuDeviceCanAccessPeer, 4000, cuDeviceCanAccessPeer)                                          \
     X(cuDevicePrimaryCtxRetain, 7000, cuDevicePrimaryCtxRetain)                                    \
     X(cuDevicePrimaryCtxRelease, 7000, cuDevicePrimaryCtxRelease)                                  \
     X(cuDevicePrimaryCtxRelease, 11000, cuDevicePrimaryCtxRelease_v2)                              \
@@ -32,40 +31,26 @@
     X(cuCtxSetCurrent, 4000, cuCtxSetCurrent)                                                      \
     X(cuCtxGetDevice, 2000, cuCtxGetDevice)                                                        \
     X(cuCtxGetDevice, 13000, cuCtxGetDevice_v2)                                                    \
-    X(cuCtxSynchronize, 2000, cuCtxSynchronize)                                                    \
-    X(cuCtxSynchronize, 13000, cuCtxSynchronize_v2)                                                \
     X(cuMemAlloc, 3020, cuMemAlloc_v2)                                                             \
     X(cuMemFree, 3020, cuMemFree_v2)                                                               \
     X(cuMemAllocAsync, 11020, cuMemAllocAsync)                                                     \
     X(cuMemFreeAsync, 11020, cuMemFreeAsync)                                                       \
-    X(cuMemGetInfo, 3020, cuMemGetInfo_v2)                                                         \
     X(cuMemGetAddressRange, 3020, cuMemGetAddressRange_v2)                                         \
     X(cuMemGetHandleForAddressRange, 11070, cuMemGetHandleForAddressRange)                         \
     X(cuFlushGPUDirectRDMAWrites, 11030, cuFlushGPUDirectRDMAWrites)                               \
-    X(cuMemAllocHost, 3020, cuMemAllocHost_v2)                                                     \
-    X(cuMemFreeHost, 2000, cuMemFreeHost)                                                          \
     X(cuMemHostRegister, 6050, cuMemHostRegister_v2)                                               \
     X(cuMemHostUnregister, 4000, cuMemHostUnregister)                                              \
     X(cuPointerGetAttribute, 4000, cuPointerGetAttribute)                                          \
-    X(cuPointerGetAttributes, 7000, cuPointerGetAttributes)                                        \
-    X(cuMemcpyDtoH, 3020, cuMemcpyDtoH_v2)                                                         \
-    X(cuMemcpyHtoD, 3020, cuMemcpyHtoD_v2)                                                         \
-    X(cuMemcpyDtoD, 3020, cuMemcpyDtoD_v2)                                                         \
     X(cuMemcpyDtoHAsync, 3020, cuMemcpyDtoHAsync_v2)                                               \
     X(cuMemcpyHtoDAsync, 3020, cuMemcpyHtoDAsync_v2)                                               \
     X(cuMemcpyDtoDAsync, 3020, cuMemcpyDtoDAsync_v2)                                               \
     X(cuMemcpy2DAsync, 3020, cuMemcpy2DAsync_v2)                                                   \
-    X(cuMemcpy3DAsync, 3020, cuMemcpy3DAsync_v2)                                                   \
     X(cuMemsetD8Async, 3020, cuMemsetD8Async)                                                      \
     X(cuMemsetD32Async, 3020, cuMemsetD32Async)                                                    \
     X(cuStreamCreate, 2000, cuStreamCreate)                                                        \
-    X(cuStreamCreateWithPriority, 5050, cuStreamCreateWithPriority)                                \
     X(cuStreamDestroy, 4000, cuStreamDestroy_v2)                                                   \
-    X(cuStreamGetCtx, 9020, cuStreamGetCtx)                                                        \
-    X(cuStreamGetCtx, 12050, cuStreamGetCtx_v2)                                                    \
     X(cuStreamWaitEvent, 3020, cuStreamWaitEvent)                                                  \
     X(cuModuleLoadData, 2000, cuModuleLoadData)                                                    \
-    X(cuModuleUnload, 2000, cuModuleUnload)                                                        \
     X(cuModuleGetFunction, 2000, cuModuleGetFunction)                                              \
     X(cuLaunchKernel, 4000, cuLaunchKernel)                                                        \
     X(cuStreamIsCapturing, 10000, cuStreamIsCapturing)                                             \
@@ -76,14 +61,10 @@
     X(cuEventRecord, 2000, cuEventRecord)                                                          \
     X(cuEventQuery, 2000, cuEventQuery)                                                            \
     X(cuEventSynchronize, 2000, cuEventSynchronize)                                                \
-    X(cuEventElapsedTime, 2000, cuEventElapsedTime)                                                \
-    X(cuEventElapsedTime, 12080, cuEventElapsedTime_v2)                                            \
     X(cuIpcGetMemHandle, 4010, cuIpcGetMemHandle)                                                  \
     X(cuIpcOpenMemHandle, 4010, cuIpcOpenMemHandle)                                                \
     X(cuIpcOpenMemHandle, 11000, cuIpcOpenMemHandle_v2)                                            \
-    X(cuIpcCloseMemHandle, 4010, cuIpcCloseMemHandle)                                              \
-    X(cuIpcGetEventHandle, 4010, cuIpcGetEventHandle)                                              \
-    X(cuIpcOpenEventHandle, 4010, cuIpcOpenEventHandle)
+    X(cuIpcCloseMemHandle, 4010, cuIpcCloseMemHandle)
 
 #define DECLARE(name, since, function) void function(void);
 FUNCTIONS(DECLARE)
@@ -195,17 +176,14 @@ API bool fake_attribute(int number, int value)
 API int fake_stats(char *text, size_t size)
 {
     lock();
-    uint64_t live = 0, bytes = 0, opened = 0, registered = 0, pinned = 0, made = 0, recorded = 0,
-             busy = 0;
+    uint64_t live = 0, bytes = 0, opened = 0, registered = 0, made = 0, recorded = 0, busy = 0;
     for (struct allocation *a = allocations; a; a = a->next) {
         opened += a->imported;
         live += !a->imported;
         bytes += a->imported ? 0 : a->size;
     }
-    for (struct registration *r = registrations; r; r = r->next) {
-        registered += !r->owned;
-        pinned += r->owned;
-    }
+    for (struct registration *r = registrations; r; r = r->next)
+        registered++;
     for (struct stream *stream = streams; stream; stream = stream->next) {
         made += stream->handle && !stream->destroyed;
         busy += stream->head != NULL;
@@ -219,7 +197,6 @@ API int fake_stats(char *text, size_t size)
         {"allocations", live},
         {"allocated_bytes", bytes},
         {"registered", registered},
-        {"host_allocations", pinned},
         {"ipc_opened", opened},
         {"streams", made},
         {"events", recorded},

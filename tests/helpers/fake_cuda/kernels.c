@@ -33,12 +33,6 @@ API CUresult cuModuleLoadData(void **module, const void *image)
     END(*module ? OK : INVALID_IMAGE);
 }
 
-API CUresult cuModuleUnload(void *module)
-{
-    BEGIN(CONTEXT, "%p", module);
-    END(OK);
-}
-
 API CUresult cuModuleGetFunction(void **function, void *module, const char *name)
 {
     BEGIN(CONTEXT, "%p, %s", module, name);

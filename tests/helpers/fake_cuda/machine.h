@@ -44,7 +44,6 @@ enum { HOST_MEMORY_TYPE = 1, DEVICE_MEMORY_TYPE = 2, UNIFIED_MEMORY_TYPE = 4 };
 /* Something that is waited for: `pending` streams have still to come to it. */
 struct mark {
     int refs, pending;
-    struct timespec when;
 };
 
 /* Where a copy reads or writes. What is there is looked up when the copy is enqueued, and must
@@ -52,7 +51,7 @@ struct mark {
  */
 struct side {
     uintptr_t address;
-    size_t pitch, slice; /* bytes from a row to the next, and from a plane to the next */
+    size_t pitch; /* bytes from a row to the next */
     bool device;
     uint64_t owner;
 };
@@ -66,7 +65,7 @@ struct op {
     enum kind kind;
     bool poisoned;
     struct side to, from;
-    size_t width, rows, planes;
+    size_t width, rows;
     uint32_t value;    /* SET */
     size_t value_size; /* SET: 1 or 4 bytes */
     struct mark *mark; /* RECORD, WAIT */
@@ -97,7 +96,6 @@ struct event {
     struct event *next;
     uint64_t handle;
     struct context *context;
-    bool timed;
     struct mark *mark; /* of the last record */
 };
 
@@ -130,7 +128,6 @@ struct registration {
     uint64_t id;
     uintptr_t base;
     size_t size;
-    bool owned; /* by cuMemAllocHost */
     struct context *context;
 };
 
@@ -187,8 +184,7 @@ void release(struct allocation *allocation);
 struct allocation *allocation_at(uintptr_t address); /* the one that this lies in */
 struct allocation *allocation_with(uint64_t id);
 struct registration *registration_at(uintptr_t address, size_t size); /* some that it overlaps */
-struct registration *add_registration(struct context *context, uintptr_t base, size_t size,
-                                      bool owned);
+struct registration *add_registration(struct context *context, uintptr_t base, size_t size);
 void remove_registration(struct registration *registration);
 
 void drop_hidden(void); /* what network devices have written, and nobody has flushed */
@@ -203,7 +199,6 @@ struct mark *new_mark(int pending);
 void drop_mark(struct mark *mark);
 void enqueue(struct stream *stream, struct op op);
 CUresult enqueue_copy(struct stream *stream, struct op op);
-CUresult copy_now(struct context *context, struct op op);
 bool run_one(void);
 CUresult wait_for(struct mark *mark, struct context *context);
 uint64_t hold(struct stream *stream);

@@ -147,12 +147,11 @@ struct registration *registration_at(uintptr_t address, size_t size)
     return NULL;
 }
 
-struct registration *add_registration(struct context *context, uintptr_t base, size_t size,
-                                      bool owned)
+struct registration *add_registration(struct context *context, uintptr_t base, size_t size)
 {
     struct registration *r = malloc(sizeof *r);
     if (r) {
-        *r = (struct registration){registrations, new_id(), base, size, owned, context};
+        *r = (struct registration){registrations, new_id(), base, size, context};
         registrations = r;
     }
     return r;
@@ -164,7 +163,5 @@ void remove_registration(struct registration *registration)
     while (*link != registration)
         link = &(*link)->next;
     *link = registration->next;
-    if (registration->owned)
-        munmap((void *)registration->base, round_up(registration->size));
     free(registration);
 }

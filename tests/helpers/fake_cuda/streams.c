@@ -96,7 +96,7 @@ void drop_empty(struct stream *stream)
 
 static size_t extent(const struct op *op, const struct side *side)
 {
-    return (op->planes - 1) * side->slice + (op->rows - 1) * side->pitch + op->width;
+    return (op->rows - 1) * side->pitch + op->width;
 }
 
 static bool overlap(const struct op *a, const struct side *x, const struct op *b,
@@ -135,14 +135,13 @@ static char *touch(const struct op *op, const struct side *side)
 
 static void write_rows(const struct op *op, char *to, const char *from)
 {
-    for (size_t plane = 0; plane < op->planes; plane++)
-        for (size_t row = 0; row < op->rows; row++) {
-            char *into = to + plane * op->to.slice + row * op->to.pitch;
-            if (from)
-                memmove(into, from + plane * op->from.slice + row * op->from.pitch, op->width);
-            else
-                memset(into, UNDONE, op->width);
-        }
+    for (size_t row = 0; row < op->rows; row++) {
+        char *into = to + row * op->to.pitch;
+        if (from)
+            memmove(into, from + row * op->from.pitch, op->width);
+        else
+            memset(into, UNDONE, op->width);
+    }
 }
 
 static void poison(struct op *op)
@@ -160,12 +159,12 @@ static void transfer(struct context *context, const struct op *op)
         counts.illegal++;
         context->error = ILLEGAL_ADDRESS;
         if (tracing)
-            fprintf(stderr, "fake_cuda %d: illegal %s of %zu x %zu x %zu to %#zx from %#zx\n",
-                    getpid(), op->kind == COPY ? "copy" : "set", op->planes, op->rows, op->width,
+            fprintf(stderr, "fake_cuda %d: illegal %s of %zu x %zu to %#zx from %#zx\n",
+                    getpid(), op->kind == COPY ? "copy" : "set", op->rows, op->width,
                     (size_t)op->to.address, (size_t)op->from.address);
         return;
     }
-    size_t nbytes = op->width * op->rows * op->planes;
+    size_t nbytes = op->width * op->rows;
     if (op->kind == COPY) {
         write_rows(op, to, from);
         *(!op->to.device ? &counts.d2h : !op->from.device ? &counts.h2d : &counts.d2d) += nbytes;
@@ -188,7 +187,6 @@ static void finish(struct context *context, struct op *op)
         break;
     case RECORD:
         op->mark->pending--;
-        clock_gettime(CLOCK_MONOTONIC, &op->mark->when);
         break;
     case WAIT:
         break;
@@ -276,7 +274,7 @@ static bool is_pageable(const struct side *side)
 
 CUresult enqueue_copy(struct stream *stream, struct op op)
 {
-    if (!op.width || !op.rows || !op.planes)
+    if (!op.width || !op.rows)
         return OK;
     CUresult error = identify(&op, &op.to);
     if (!error && op.kind == COPY)
@@ -289,19 +287,6 @@ CUresult enqueue_copy(struct stream *stream, struct op op)
         poison(&op);
     enqueue(stream, op);
     return OK;
-}
-
-CUresult copy_now(struct context *context, struct op op)
-{
-    if (!op.width)
-        return OK;
-    CUresult error = identify(&op, &op.to);
-    if (!error)
-        error = identify(&op, &op.from);
-    if (error)
-        return error;
-    transfer(context, &op);
-    return context->error;
 }
 
 bool run_one(void)
