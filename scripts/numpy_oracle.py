@@ -58,11 +58,6 @@ def compose(a: Array, b: Array) -> Array:
     return ((factor * (b >> 16)) & 0xFFFF) << 16 | ((factor * (b & 0xFFFF) + offset) & 0xFFFF)
 
 
-def cumulate(a: Array, b: Array) -> Array:
-    """Not elementwise: needs the whole array."""
-    return np.maximum(a, b.ravel()[0] if b.size else b)
-
-
 USER_OPS = (
     (pycoll.Op(keep_left, commutative=False, elementwise=True), keep_left, ALL),
     (pycoll.Op(keep_right, commutative=False), keep_right, ALL),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, needs_gcc, prefix_of
+from core_programs import ADDRESS, PLAIN, TESTS, build, counted, needs_gcc, prefix_of
 from tiers import exhaustive
 
 # All that channels need: plain C, and no stub of Python.h.
@@ -29,16 +29,6 @@ SOURCES = (
 pytestmark = needs_gcc
 
 
-def build(tmp_path: Path, flags: tuple[str, ...]) -> Path:
-    """Build the program with the core's sources."""
-    program = tmp_path / "channel_random"
-    command: list[str | Path] = [*COMPILER, *flags, "-I", TESTS, "-I", CORE]
-    command += ["-include", TESTS / "channel_hooks.h", TESTS / "channel_random.c"]
-    made = call([*command, *(CORE / name for name in SOURCES), "-o", program, "-pthread"], tmp_path)
-    assert made.returncode == 0, made.stdout
-    return program
-
-
 @pytest.mark.parametrize(
     ("flags", "worlds"),
     [
@@ -51,7 +41,9 @@ def test_random_calls_of_ranks_of_a_host_deliver_every_byte_and_touch_no_other(
     tmp_path: Path, flags: tuple[str, ...], worlds: int
 ) -> None:
     prefix = prefix_of(flags)
-    program = build(tmp_path, flags)
+    program = build(
+        tmp_path, "channel_random", SOURCES, flags, "-include", TESTS / "channel_hooks.h"
+    )
     counts = counted([*prefix, program, str(worlds), "1"], tmp_path)
     assert counts["messages"] >= 30 * worlds
     # Each of these must have happened often enough to say something.

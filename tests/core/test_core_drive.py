@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 from core_programs import (
     ADDRESS,
-    COMPILER,
     CORE,
     PLAIN,
-    TESTS,
     THREAD,
+    build,
     call,
     counted,
     faults_for,
@@ -29,18 +28,9 @@ from core_programs import (
 from tiers import exhaustive
 
 SOURCES = ("engine/lock.c", "engine/drive.c", "engine/background.c")
+CHECKED = "-DPC_DRIVE_CHECKED"
 
 pytestmark = needs_gcc
-
-
-def build(tmp_path: Path, core: Path, flags: tuple[str, ...]) -> Path:
-    """Build the program with the sources in `core`, which may be a copy with a fault."""
-    command: list[str | Path] = [*COMPILER, *flags, "-DPC_DRIVE_CHECKED", "-I", core, "-pthread"]
-    sources = [TESTS / "drive_random.c", *(core / name for name in SOURCES)]
-    program = tmp_path / "drive_random"
-    made = call([*command, *sources, "-o", program], tmp_path)
-    assert made.returncode == 0, made.stdout
-    return program
 
 
 @pytest.mark.parametrize(
@@ -56,7 +46,7 @@ def test_random_threads_wait_for_their_ops_and_none_sleeps_on(
     tmp_path: Path, flags: tuple[str, ...], worlds: int
 ) -> None:
     prefix = prefix_of(flags)
-    program = build(tmp_path, CORE, flags)
+    program = build(tmp_path, "drive_random", SOURCES, flags, CHECKED)
     counts = counted([*prefix, program, str(worlds), "1"], tmp_path)
     assert counts["overslept"] == 0
     assert counts["done"] + counts["cancelled"] >= 50 * worlds
@@ -72,7 +62,7 @@ def test_random_threads_wait_for_their_ops_and_none_sleeps_on(
 def program(tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
     """The program with AddressSanitizer, and what to put before it."""
     folder = tmp_path_factory.mktemp("drive")
-    return [*prefix_of(ADDRESS), build(folder, CORE, ADDRESS)]
+    return [*prefix_of(ADDRESS), build(folder, "drive_random", SOURCES, ADDRESS, CHECKED)]
 
 
 def test_work_for_the_caller_ends_its_wait_for_the_moment(
@@ -99,7 +89,7 @@ def test_a_fault_planted_in_the_waiting_is_found(tmp_path: Path, fault: dict[str
     core = tmp_path / "core"
     shutil.copytree(CORE, core)
     plant(fault, core)
-    program = build(tmp_path, core, THREAD)
+    program = build(tmp_path, "drive_random", SOURCES, THREAD, CHECKED, core=core)
     for seed in ("1", "1001", "2001"):  # the calls are the same each time, what meets is not
         run = call([*prefix, program, "100", seed], tmp_path)
         if run.returncode != 0:

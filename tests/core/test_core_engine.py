@@ -9,18 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from core_programs import (
-    ADDRESS,
-    COMPILER,
-    CORE,
-    ENGINE,
-    PLAIN,
-    TESTS,
-    call,
-    counted,
-    needs_gcc,
-    prefix_of,
-)
+from core_programs import ADDRESS, ENGINE, PLAIN, TESTS, build, counted, needs_gcc, prefix_of
 from tiers import exhaustive
 
 SOURCES = (*ENGINE, "engine/link_self.c")
@@ -28,15 +17,6 @@ KINDS = 21
 """Things that the random calls count."""
 
 pytestmark = needs_gcc
-
-
-def build(tmp_path: Path, program: str, flags: tuple[str, ...]) -> Path:
-    """Build a program with the sources of the engine."""
-    sources = [TESTS / f"{program}.c", *(CORE / name for name in SOURCES)]
-    folders: list[str | Path] = ["-I", TESTS, "-I", CORE, "-include", TESTS / "engine_hooks.h"]
-    made = call([*COMPILER, *flags, *folders, *sources, "-o", program], tmp_path)
-    assert made.returncode == 0, made.stdout
-    return tmp_path / program
 
 
 @pytest.mark.parametrize(
@@ -51,7 +31,7 @@ def test_random_calls_of_engines_match_a_naive_model(
     tmp_path: Path, flags: tuple[str, ...], worlds: int
 ) -> None:
     prefix = prefix_of(flags)
-    program = build(tmp_path, "engine_random", flags)
+    program = build(tmp_path, "engine_random", SOURCES, flags, "-include", TESTS / "engine_hooks.h")
     counts = counted([*prefix, program, str(worlds), "1"], tmp_path)
     assert len(counts) == KINDS
     # Each of these must have happened often enough to say something.

@@ -9,18 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from core_programs import (
-    ADDRESS,
-    COMPILER,
-    CORE,
-    ENGINE,
-    PLAIN,
-    TESTS,
-    call,
-    counted,
-    needs_gcc,
-    prefix_of,
-)
+from core_programs import ADDRESS, ENGINE, PLAIN, TESTS, build, counted, needs_gcc, prefix_of
 from tiers import exhaustive
 
 SOURCES = (
@@ -43,17 +32,6 @@ KINDS = 19
 pytestmark = needs_gcc
 
 
-def build(tmp_path: Path, flags: tuple[str, ...]) -> Path:
-    """Build the program with the sources of the channel and of the engine."""
-    program = tmp_path / "link_shm_random"
-    command: list[str | Path] = [*COMPILER, *flags, "-DPC_MOST_UNOPENED=5", "-DPC_NO_FREE_LIST"]
-    command += ["-I", TESTS, "-I", CORE, "-include", TESTS / "channel_hooks.h"]
-    command += [TESTS / "link_shm_random.c", *(CORE / name for name in SOURCES)]
-    made = call([*command, "-o", program, "-pthread"], tmp_path)
-    assert made.returncode == 0, made.stdout
-    return program
-
-
 @pytest.mark.parametrize(
     ("flags", "worlds"),
     [
@@ -66,7 +44,9 @@ def test_engines_joined_by_shared_memory_receive_what_was_sent(
     tmp_path: Path, flags: tuple[str, ...], worlds: int
 ) -> None:
     prefix = prefix_of(flags)
-    counts = counted([*prefix, build(tmp_path, flags), str(worlds), "1"], tmp_path)
+    small = ["-DPC_MOST_UNOPENED=5", "-DPC_NO_FREE_LIST", "-include", TESTS / "channel_hooks.h"]
+    program = build(tmp_path, "link_shm_random", SOURCES, flags, *small)
+    counts = counted([*prefix, program, str(worlds), "1"], tmp_path)
     assert len(counts) == KINDS
     # Each of these must have happened often enough to say something.
     assert all(count >= worlds / 10 for count in counts.values()), counts

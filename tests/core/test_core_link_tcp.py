@@ -9,18 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from core_programs import (
-    ADDRESS,
-    COMPILER,
-    CORE,
-    ENGINE,
-    PLAIN,
-    TESTS,
-    call,
-    counted,
-    needs_gcc,
-    prefix_of,
-)
+from core_programs import ADDRESS, ENGINE, PLAIN, TESTS, build, counted, needs_gcc, prefix_of
 from tiers import exhaustive
 
 SOURCES = (
@@ -49,12 +38,9 @@ def test_random_messages_between_engines_come_whole_and_once(
     tmp_path: Path, flags: tuple[str, ...], worlds: int
 ) -> None:
     prefix = prefix_of(flags)
-    sources = [TESTS / "link_tcp_random.c", *(CORE / name for name in SOURCES)]
     small = ["-DPC_MOST_UNOPENED=10", "-DPC_NO_FREE_LIST", "-include", TESTS / "tcp_hooks.h"]
-    folders = ["-I", TESTS, "-I", CORE]
-    made = call([*COMPILER, *flags, *small, *folders, *sources, "-o", "random"], tmp_path)
-    assert made.returncode == 0, made.stdout
-    counts = counted([*prefix, tmp_path / "random", str(worlds), "1"], tmp_path)
+    program = build(tmp_path, "link_tcp_random", SOURCES, flags, *small)
+    counts = counted([*prefix, program, str(worlds), "1"], tmp_path)
     assert len(counts) == KINDS
     # Each of these must have happened often enough to say something.
     assert all(count >= worlds / 20 for count in counts.values()), counts

@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, needs_gcc, prefix_of
+from core_programs import ADDRESS, PLAIN, TESTS, build, call, counted, needs_gcc, prefix_of
 from tiers import exhaustive
 
 SOURCES = ("engine/match.c", "engine/address.c", "base/chains.c")
+HOOKS = "-include", TESTS / "match_hooks.h"
 KINDS = 8
 """Things that the random operations count."""
 
@@ -23,15 +24,6 @@ MOST_LOOKS = 40
 """What is looked at for one of them, in the worst of the ways: 23 with a hundred thousand."""
 
 pytestmark = needs_gcc
-
-
-def build(tmp_path: Path, program: str, flags: tuple[str, ...]) -> Path:
-    """Build a program with the sources of the matching."""
-    sources = [TESTS / f"{program}.c", *(CORE / name for name in SOURCES)]
-    folders: list[str | Path] = ["-I", TESTS, "-I", CORE, "-include", TESTS / "match_hooks.h"]
-    made = call([*COMPILER, *flags, *folders, *sources, "-o", program], tmp_path)
-    assert made.returncode == 0, made.stdout
-    return tmp_path / program
 
 
 @pytest.mark.parametrize(
@@ -46,7 +38,7 @@ def test_random_operations_match_what_a_search_would_find(
     tmp_path: Path, flags: tuple[str, ...], worlds: int
 ) -> None:
     prefix = prefix_of(flags)
-    program = build(tmp_path, "match_random", flags)
+    program = build(tmp_path, "match_random", SOURCES, flags, *HOOKS)
     counts = counted([*prefix, program, str(worlds), "1"], tmp_path)
     assert len(counts) == KINDS
     # Each of these must have happened often enough to say something.
@@ -58,7 +50,7 @@ def test_what_an_operation_looks_at_does_not_grow_with_what_waits(
     tmp_path: Path, things: int
 ) -> None:
     prefix = prefix_of(PLAIN)
-    program = build(tmp_path, "match_many", PLAIN)
+    program = build(tmp_path, "match_many", SOURCES, PLAIN, *HOOKS)
     run = call([*prefix, program, str(things)], tmp_path)
     assert run.returncode == 0, run.stdout
     looks = {

@@ -12,18 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from core_programs import (
-    ADDRESS,
-    COMPILER,
-    CORE,
-    ENGINE,
-    PLAIN,
-    TESTS,
-    call,
-    counted,
-    needs_gcc,
-    prefix_of,
-)
+from core_programs import ADDRESS, ENGINE, PLAIN, TESTS, build, counted, needs_gcc, prefix_of
 from tiers import exhaustive
 
 from pycoll import schedules
@@ -156,15 +145,6 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def build(tmp_path: Path, flags: tuple[str, ...]) -> Path:
-    """Build the program with the sources of the engine."""
-    sources = [TESTS / "run_random.c", *(CORE / name for name in SOURCES)]
-    folders: list[str | Path] = ["-I", TESTS, "-I", CORE, "-include", TESTS / "engine_hooks.h"]
-    made = call([*COMPILER, *flags, *folders, *sources, "-o", "run_random"], tmp_path)
-    assert made.returncode == 0, made.stdout
-    return tmp_path / "run_random"
-
-
 @pytest.mark.parametrize(
     ("flags", "worlds"),
     [
@@ -177,7 +157,7 @@ def test_random_collectives_of_engines_give_what_their_proofs_say(
     tmp_path: Path, tables: Path, flags: tuple[str, ...], worlds: int
 ) -> None:
     prefix = prefix_of(flags)
-    program = build(tmp_path, flags)
+    program = build(tmp_path, "run_random", SOURCES, flags, "-include", TESTS / "engine_hooks.h")
     counts = counted([*prefix, program, tables, str(worlds), "1"], tmp_path)
     assert len(counts) == KINDS
     # Each of these must have happened often enough to say something.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from core_programs import ADDRESS, COMPILER, CORE, TESTS, call, counted, needs_gcc, prefix_of
+from core_programs import ADDRESS, build, counted, needs_gcc, prefix_of
 from script_jobs import Jobs, all_well
 
 ROUNDS = 20_000
@@ -16,12 +16,9 @@ LIMITS = "-DPC_SCRATCH_KEPT=((size_t)8192)", "-DPC_SCRATCH_WORTH=((size_t)64)"
 def test_memory_is_used_again_by_one_at_a_time_and_no_more_is_kept_than_may_be(
     tmp_path: Path,
 ) -> None:
-    sources = TESTS / "scratch_random.c", CORE / "engine/scratch.c"
-    words = [*COMPILER, *ADDRESS, *LIMITS, "-I", CORE, *sources, "-o", "scratch_random"]
-    made = call(words, tmp_path)
-    assert made.returncode == 0, made.stdout
-    program = [*prefix_of(ADDRESS), tmp_path / "scratch_random", str(ROUNDS)]
-    counts = counted(program, tmp_path)
+    prefix = prefix_of(ADDRESS)
+    program = build(tmp_path, "scratch_random", ["engine/scratch.c"], ADDRESS, *LIMITS)
+    counts = counted([*prefix, program, str(ROUNDS)], tmp_path)
     # Each of these must have happened often enough to say something.
     assert all(count > ROUNDS / 100 for count in counts.values()), counts
 

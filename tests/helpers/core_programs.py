@@ -65,6 +65,22 @@ def call(command: Sequence[str | Path], cwd: Path) -> subprocess.CompletedProces
     )
 
 
+def build(
+    folder: Path,
+    program: str,
+    sources: Sequence[str],
+    flags: Sequence[str],
+    *options: str | Path,
+    core: Path = CORE,
+) -> Path:
+    """Build a program of this folder with sources in `core`, which may be a copy with a fault."""
+    files = [TESTS / f"{program}.c", *(core / name for name in sources)]
+    command = [*COMPILER, *flags, "-I", TESTS, "-I", core, *options, *files, "-pthread"]
+    made = call([*command, "-o", program], folder)
+    assert made.returncode == 0, made.stdout
+    return folder / program
+
+
 def faults_for(test: str) -> list[dict[str, str]]:
     """The planted faults that a test of this folder finds; it is named as pytest does."""
     return [fault for fault in LISTED["fault"] if fault["test"].startswith(test)]
