@@ -67,11 +67,11 @@ class RequestTracer:
             kind.wait = self._waiting(kind, kind.wait)
         for name in ("recv", "irecv"):
             setattr(Message, name, self._taking(name, getattr(Message, name)))
-        in_core, any_in_core = requests.in_core, requests.any_in_core
+        in_core, take_in_core = requests.in_core, requests.take_in_core
         assert in_core is not None
-        assert any_in_core is not None
-        requests.in_core = self._waiting_for_several("wait_all", in_core)
-        requests.any_in_core = self._waiting_for_several("wait_any", any_in_core)
+        assert take_in_core is not None
+        requests.in_core = self._waiting_for_all(in_core)
+        requests.take_in_core = self._taking_done(take_in_core)
         requests._wait_for = self._waiting_in_python(requests._wait_for)
 
     def follow(self, request: Any, ordinal: int, status: Status | None) -> None:
@@ -171,17 +171,29 @@ class RequestTracer:
 
         return edge(functools.update_wrapper(traced, call))
 
-    def _waiting_for_several(self, what: str, wait: Callable[..., Any]) -> Callable[..., Any]:
-        """Record a wait of the core's, for several requests, if it does it."""
+    def _waiting_for_all(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        """Record a wait of the core's, for all requests, if it does it."""
 
         def traced(listed: Any, timeout: Any) -> Any:
             __tracebackhide__ = True
             if not isinstance(listed, list | tuple):
                 return wait(listed, timeout)
-            result, ordinal = self._record(what, wait, (listed, timeout), {})
-            if result is not None and result is not False:
+            result, ordinal = self._record("wait_all", wait, (listed, timeout), {})
+            if result is not None:
                 self._waited_for(listed, ordinal)
             return result
+
+        return traced
+
+    def _taking_done(self, take: Callable[..., Any]) -> Callable[..., Any]:
+        """Record a wait of the core's, for some requests, if it does it."""
+
+        def traced(listed: Any, timeout: Any, several: bool) -> Any:
+            __tracebackhide__ = True
+            what = "wait_some" if several else "wait_any"
+            taken, ordinal = self._record(what, take, (listed, timeout, several), {})
+            self._waited_for((request for _, request in taken or ()), ordinal)
+            return taken
 
         return traced
 

@@ -24,7 +24,7 @@ from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import Call, Started
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge, edges
-from pycoll._transports._core import Messages, wait_all, wait_any
+from pycoll._transports._core import Messages, claim, take, wait_all
 from pycoll._transports.core import REFUSED
 from pycoll.errors import Error
 
@@ -239,6 +239,12 @@ class Both(_core.Both, Request[Any], shown_as="Request"):
     _receives = _cancelled = False
     _made: Started | None = None
 
+    def _state_for(self, core: Any) -> int:
+        return 0
+
+    def _claim(self) -> bool:
+        return bool(claim(self))
+
     @property
     def _has_failed(self) -> bool:
         return self.done and not (self._received.is_well and self._sent.is_well)
@@ -379,9 +385,12 @@ class CorePersistent(_core.Persistent, PersistentRequest[Any], shown_as="Persist
     def _collected(self, whether: bool) -> None:
         self._last()._collected = whether
 
+    def _claim(self) -> bool:
+        return self._last()._claim()
+
 
 requests.in_core = wait_all
-requests.any_in_core = wait_any
+requests.take_in_core = take
 requests.wait_in_core = core_several.wait
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from pycoll._runtime.task import Call, Several
+from pycoll._runtime.task import Call, Several, several_call
 from pycoll._transports import _core
 from pycoll._transports.base import Operation
 
@@ -88,10 +88,8 @@ def wait(what: str, pending: list[Any], needed: int, seconds: float) -> bool:
             first = next((call for call, _ in several.calls()), None)
             if first is None:  # all are done by now
                 continue
-            count = f"{len(pending)} request{'s' * (len(pending) > 1)}"
-            text = f"{what} of {count}, first {first.numbered}"
             left = max(0.0, deadline - time.monotonic())
-            engine.wait(several, Call(text, -1, first.context), left)
+            engine.wait(several, several_call(what, len(pending), first), left)
         finally:
             several.forget()
         ends = needed < len(pending)

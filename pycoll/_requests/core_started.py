@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pycoll._requests.request import Request
 from pycoll._runtime.task import Call, Started
 from pycoll._support.public_edge import edge
+from pycoll._transports import _core
 from pycoll._transports.base import Operation
 from pycoll.errors import OperationTimeout
 
@@ -105,6 +106,12 @@ class CoreStarted(Request[Any]):
                 made.finish(self._error())
             return made
         return self._made
+
+    def _state_for(self, core: Any) -> int:
+        return 0
+
+    def _claim(self) -> bool:
+        return bool(_core.claim(self))
 
     def _started(self) -> CoreTask:  # type: ignore[override]
         return self._task

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from pycoll._runtime.communicators import raise_requests_error
 from pycoll._runtime.matching import Match
-from pycoll._runtime.task import Call, Several, Started, caller
+from pycoll._runtime.task import Call, Several, Started, caller, several_call
 from pycoll._support.foreign_names import ABSENT_FROM_REQUESTS, OF_REQUESTS, Hinting
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge, edges, public
@@ -37,9 +37,8 @@ R = TypeVar("R", covariant=True)
 in_core: Callable[[Any, Any], Any] | None = None
 """The core's `wait_all`; None until a request was made. It returns None for what it cannot do."""
 
-any_in_core: Callable[[Any, Any], bool] | None = None
-"""The core's `wait_any`: whether one is done; False: that is left to Python."""
-
+take_in_core: Callable[[Any, Any, bool], list[tuple[int, Any]] | None] | None = None
+"""The core's `take`: what is done, for this caller; None: that is left to Python."""
 
 wait_in_core: Callable[[str, list[Any], int, float], bool] | None = None
 """Waits for long until so many requests are done, or one has failed; False: that is left to tasks
@@ -201,6 +200,21 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS, absent=ABSENT_FROM_REQUE
         """Whether it is done, and has no result."""
         return _is_failed(self._started())
 
+    def _state_for(self, core: Any) -> int:
+        """Return what it is to the core's engine: 0: nothing, it is not Python's own, or not there.
+
+        1: a wait has returned its result; 2: pending; 3: done.
+        """
+        if self._group.engine.transport.core is not core:
+            return 0
+        return 1 if self._collected else 2 + self.done
+
+    def _claim(self) -> bool:
+        """Whether no wait has returned the result; from now on this caller may, and no other."""
+        with _claiming:
+            was, self._collected = self._collected, True
+        return not was
+
     def _started(self) -> Started:
         if self._task is None:
             raise Error("this persistent request was not started: call start() first")
@@ -226,6 +240,9 @@ class PersistentRequest(Request[R], foreign=OF_REQUESTS):
         self._cancelled = False
         self._collected = False
         self._task = None
+
+    def _state_for(self, core: Any) -> int:
+        return 0  # it may be started again
 
     def start(self) -> PersistentRequest[R]:
         """Start the call (once more); returns this request.
@@ -265,7 +282,7 @@ def wait_all(requests: Iterable[Request[R]], timeout: float | None = None) -> li
         _wait_for("wait_all", pending, len(pending), max(0.0, seconds + since - time.monotonic()))
     failed = next((index for index, request in enumerate(listed) if request._has_failed), None)
     if failed is not None:
-        _result(listed, failed)
+        _result(listed, failed, listed[failed])
     return [request.result for request in listed]
 
 
@@ -274,7 +291,7 @@ def wait_any(requests: Iterable[Request[R]], timeout: float | None = None) -> tu
     """Return the index and the result of one request that is done.
 
     Each request is given once, whichever thread asks: those whose results any wait has returned are
-    passed over.
+    passed over. If several are done it may be any of them.
 
     Args:
         requests: of one or several communicators.
@@ -285,9 +302,9 @@ def wait_any(requests: Iterable[Request[R]], timeout: float | None = None) -> tu
         OperationTimeout: `timeout` seconds have passed. The requests go on.
         Error: that of the request, if it has failed; a note says which it is.
     """
-    listed = _listed("wait_any", requests)
-    (index,) = _take_done("wait_any", listed, timeout, several=False)
-    return index, _result(listed, index)
+    listed, taken = _take("wait_any", requests, timeout, several=False)
+    ((index, request),) = taken
+    return index, _result(listed, index, request)
 
 
 @edge
@@ -297,14 +314,14 @@ def wait_some(
     """Return the indices and the results of all requests that are done: at least one.
 
     Each request is given once, as by `wait_any`. One that has failed raises when nothing else is
-    done.
+    done. A new request in a list of more than 64 that was waited for before, at another place than
+    that of one that was given, or the end, may be given by a later call.
 
     Raises:
         As `wait_any`.
     """
-    listed = _listed("wait_some", requests)
-    indices = _take_done("wait_some", listed, timeout, several=True)
-    return indices, [_result(listed, index) for index in indices]
+    listed, taken = _take("wait_some", requests, timeout, several=True)
+    return [index for index, _ in taken], [_result(listed, *each) for each in taken]
 
 
 @edge
@@ -328,40 +345,45 @@ def _listed(what: str, requests: Any) -> list[Request[Any]]:
     return listed
 
 
-_taking = threading.Lock()
-"""Held while a thread takes what no other shall have."""
+_claiming = threading.Lock()
+"""Held while a thread claims what is not the core's."""
 
 
-def _take_done(
-    what: str, requests: Sequence[Request[Any]], timeout: float | None, several: bool
-) -> list[int]:
-    """Return the indices of requests that are done, and are this caller's now."""
+def _take(
+    what: str, requests: Iterable[Request[R]], timeout: float | None, several: bool
+) -> tuple[Sequence[Request[R]], list[tuple[int, Request[R]]]]:
+    """Return the requests, and those that are done and are this caller's now, with their indices.
+
+    The core does it, but for what it does not know, and for waits that take long.
+    """
     since = time.monotonic()
+    listed = requests if isinstance(requests, list | tuple) else _listed(what, requests)
+    left_s = timeout
     while True:
-        with _taking:
-            left = [i for i, request in enumerate(requests) if not request._collected]
-            done = [i for i in left if requests[i].done]
-            taken = done[:1]
-            if several:
-                taken = [i for i in done if not requests[i]._has_failed] or taken
-            for index in taken:
-                requests[index]._collected = True
+        taken = take_in_core(listed, left_s, several) if take_in_core is not None else None
+        if taken is not None:
+            return listed, taken
+        left = [pair for pair in enumerate(_listed(what, listed)) if not pair[1]._collected]
+        done = [pair for pair in left if pair[1].done]
+        wanted = [pair for pair in done if several and not pair[1]._has_failed] or done[:1]
+        taken = [pair for pair in wanted if pair[1]._claim()]
         if taken:
-            return taken
+            return listed, taken
+        if wanted:
+            continue  # other threads have taken them
         if not left:
             raise ValueError(f"{what}: no request is left whose result was not returned already")
-        deadline = since + requests[left[0]]._seconds(timeout)
-        waiting = [requests[index] for index in left]
-        if any_in_core is not None and any_in_core(waiting, timeout):
-            continue  # another thread may take it
+        waiting = [request for _, request in left]
+        deadline = since + waiting[0]._seconds(timeout)
         _wait_for(what, waiting, 1, max(0.0, deadline - time.monotonic()))
+        left_s = max(0.0, deadline - time.monotonic())
 
 
-def _result(requests: Sequence[Request[R]], index: int) -> R:
+def _result(requests: Sequence[Request[R]], index: int, request: Request[R]) -> R:
     try:
-        return requests[index].result
+        return request.result
     except Exception as exc:
-        exc.add_note(f"request {index} of {len(requests)}: {requests[index]!r}")
+        exc.add_note(f"request {index} of {len(requests)}: {request!r}")
         raise
 
 
@@ -388,9 +410,7 @@ def _wait_for(
         if needed <= 0 or any(map(_is_failed, tasks)):
             return
         several = Several(waiting, needed)
-    first = waiting[0].call
-    count = f"{len(waiting)} request{'s' * (len(waiting) > 1)}"
-    call = Call(f"{what} of {count}, first {first.numbered}", -1, first.context)
+    call = several_call(what, len(waiting), waiting[0].call)
     try:
         engine.wait(several, call, seconds)
     finally:

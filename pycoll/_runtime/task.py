@@ -50,6 +50,12 @@ class Call(NamedTuple):
         return f"{self._number()}{on}"
 
 
+def several_call(what: str, count: int, first: Call) -> Call:
+    """Return what waits for so many requests, of which `first` is one, as a call."""
+    requests = f"{count} request{'s' * (count > 1)}"
+    return Call(f"{what} of {requests}, first {first.numbered}", -1, first.context)
+
+
 class Task(Operation):
     """A call under way.
 

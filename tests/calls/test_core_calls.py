@@ -77,11 +77,9 @@ ok()
 @pytest.mark.parametrize("transport", IN_CORE)
 def test_isendrecv_and_its_waits_go_without_python(scripts: Scripts, transport: str) -> None:
     text = """
-# wait_any and wait_some choose in Python; what they wait in is the core's.
-ALLOWED = {"pycoll._support.public_edge", "wait_all", "wait_any", "wait_some", "_take_done"}
-ALLOWED |= {"_from_core", "_listed", "<listcomp>", "<genexpr>", "_here"}
+ALLOWED = {"pycoll._support.public_edge", "wait_all", "wait_any", "wait_some", "_take", "_result"}
+ALLOWED |= {"<listcomp>", "_here"}
 ALLOWED |= {"pycoll._arrays.conversion", "pycoll._arrays.libraries", "pycoll._arrays.value"}
-ALLOWED |= {"_has_failed", "is_well", "_result", "_group", "_seconds", "op_timeout"}
 x, out = np.zeros(6), np.zeros(6)
 exchange = comm.persistent.sendrecv(x, peer, peer, 7, 7, out)
 

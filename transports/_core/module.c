@@ -19,7 +19,8 @@ PyObject *pc_timer_set(PyObject *module, PyObject *args);
 PyObject *pc_set_made_at(PyObject *module, PyObject *text);
 PyObject *pc_kept_calls(PyObject *module, PyObject *args);
 PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count);
-PyObject *pc_wait_any(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *pc_take(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *pc_claim_request(PyObject *module, PyObject *request);
 
 /* The type, which the module keeps by that name; NULL with an exception. */
 static PyTypeObject *make_type_as(PyObject *module, const char *name, PyType_Spec *spec) {
@@ -125,9 +126,12 @@ static PyMethodDef methods[] = {
      "kept_calls(fd, size): what ranks of a host have called last, by its memory."},
     {"wait_all", (PyCFunction)(void (*)(void))pc_wait_all, METH_FASTCALL,
      "wait_all(list, timeout) -> list | None: the results of requests, if all is well."},
-    {"wait_any", (PyCFunction)(void (*)(void))pc_wait_any, METH_FASTCALL,
-     "wait_any(list, timeout) -> bool: whether a request is done now; if not, it is left to "
-     "Python."},
+    {"take", (PyCFunction)(void (*)(void))pc_take, METH_FASTCALL,
+     "take(requests, timeout, several) -> list | None: (place, request) of one that is done, or of "
+     "all, for this caller alone; None: that is left to Python."},
+    {"claim", pc_claim_request, METH_O,
+     "claim(request) -> bool | None: whether no wait has returned its result, and this caller may; "
+     "None: it is not the core's."},
     {NULL, NULL, 0, NULL},
 };
 

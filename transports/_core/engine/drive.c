@@ -112,6 +112,13 @@ void pc_op_end(struct pc_op *op, int status) {
         eventfd_write(bell, 1);
 }
 
+void pc_several_end(struct pc_several *several, struct pc_drive *drive) {
+    atomic_store_explicit(&several->left, 0, memory_order_release);
+    for (struct pc_waiter *waiter = drive->first; waiter != NULL; waiter = waiter->next)
+        if (waiter->several == several)
+            wake(drive, waiter);
+}
+
 void pc_drive_hand_over(struct pc_drive *drive) {
     if (drive->driver != NULL)
         return;

@@ -50,6 +50,8 @@ static inline bool pc_several_is_done(struct pc_several *several) {
 
 /* All of these with the lock held. */
 void pc_op_end(struct pc_op *op, int status);
+/* End a wait for several, in which threads wait, whatever is left of it. */
+void pc_several_end(struct pc_several *several, struct pc_drive *drive);
 /* Have its end counted. False: it belongs to another one, or is done already. */
 static inline bool pc_several_add(struct pc_several *several, struct pc_op *op) {
     if (op->several != NULL || pc_op_is_done(op))

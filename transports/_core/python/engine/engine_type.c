@@ -167,6 +167,11 @@ static PyObject *engine_rings(pc_engine_object *self, void *unused) {
     return PyLong_FromUnsignedLongLong(atomic_load_explicit(&self->rings, memory_order_relaxed));
 }
 
+static PyObject *engine_looked(pc_engine_object *self, void *unused) {
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(self->looked);
+}
+
 /* On Linux a pthread_t is a number, the one by which Python knows a thread, too. */
 static PyObject *engine_thread(pc_engine_object *self, void *unused) {
     (void)unused;
@@ -298,6 +303,8 @@ static PyGetSetDef engine_values[] = {
      "The list to which `drop` appends; until it is empty nothing is done without Python's engine.",
      NULL},
     {"rings", (getter)engine_rings, NULL, "How often the doorbell has rung.", NULL},
+    {"looked", (getter)engine_looked, NULL,
+     "How often a wait for any of several has looked at one; for tests.", NULL},
     {"thread", (getter)engine_thread, NULL, "The core's own thread: its `threading.get_ident()`.",
      NULL},
     {"is_behind", (getter)engine_is_behind, NULL, "Whether something waits to be written.", NULL},

@@ -106,6 +106,7 @@ typedef struct pc_engine_object {
     struct pc_request *ended; /* requests that are to be let go; written so, too */
     struct pc_started *ended_collectives; /* so, too */
     _Atomic uint64_t rings;   /* of the doorbell */
+    uint64_t looked;          /* how often a wait for any of several has looked at one; for tests */
 } pc_engine_object;
 
 /* What is written with the lock, and looked at without it only to see whether there is

@@ -38,6 +38,8 @@ static bool are_done(const pc_both *self) {
     return pc_request_is_done(self->received) && pc_request_is_done(self->sent);
 }
 
+char *pc_both_collected(PyObject *object) { return &((pc_both *)object)->collected; }
+
 bool pc_both_is_done(PyObject *object) { return are_done((pc_both *)object); }
 
 /* Whether one has failed while the other goes on: Python gives that one up, and then all is

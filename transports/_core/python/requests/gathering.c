@@ -4,9 +4,10 @@
 #include "python/collectives/collective.h"
 
 static void add(struct pc_gathering *gathering, PyObject *object, struct pc_request *request,
-                struct pc_op *op, Py_ssize_t place) {
-    gathering->awaited[gathering->count++] =
-        (struct pc_awaited){Py_NewRef(object), request, op, place, false};
+                struct pc_op *op, char *collected, Py_ssize_t place) {
+    if (!gathering->any || !*collected)
+        gathering->awaited[gathering->count++] =
+            (struct pc_awaited){Py_NewRef(object), request, op, collected, place, false};
 }
 
 /* Add what is waited for in the core: an item itself, or what a persistent one has started. NULL:
@@ -18,18 +19,19 @@ add_item(struct pc_gathering *gathering, PyObject *item, Py_ssize_t place) {
     pc_engine_object *engine;
     if (PyObject_TypeCheck(object, pc_request_type)) {
         struct pc_request *request = (struct pc_request *)object;
-        add(gathering, object, request, &request->op, place);
+        add(gathering, object, request, &request->op, &request->collected, place);
         return request->messages->engine;
     }
     if (pc_both_parts(object, &received, &sent)) {
-        add(gathering, object, received, &received->op, place);
-        add(gathering, (PyObject *)sent, sent, &sent->op, PC_NO_PLACE);
+        char *collected = pc_both_collected(object);
+        add(gathering, object, received, &received->op, collected, place);
+        add(gathering, (PyObject *)sent, sent, &sent->op, collected, PC_NO_PLACE);
         return received->messages->engine;
     }
     if (!pc_is_collective(object))
         return NULL;
     struct pc_op *op = pc_collective_op(object, &engine);
-    add(gathering, object, NULL, op, place);
+    add(gathering, object, NULL, op, &((struct pc_started *)object)->collected, place);
     return engine;
 }
 
@@ -42,7 +44,7 @@ bool pc_gather(struct pc_gathering *gathering) {
             return false;
         gathering->engine = engine;
     }
-    return gathering->engine != NULL;
+    return gathering->count > 0;
 }
 
 bool pc_awaited_is_done(const struct pc_awaited *awaited) {

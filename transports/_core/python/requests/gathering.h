@@ -13,6 +13,7 @@ struct pc_awaited {
     PyObject *object; /* kept */
     struct pc_request *request;
     struct pc_op *op;
+    char *collected;  /* whether a wait has returned its result */
     Py_ssize_t place; /* of its result */
     bool was_done;    /* when it was last looked at, without the engine's lock */
 };
@@ -23,13 +24,13 @@ struct pc_gathering {
     PyObject *listed;
     struct pc_awaited *awaited; /* room for twice as many as are listed */
     Py_ssize_t count;
-    bool any;      /* one is enough */
+    bool any;      /* one is enough, of those whose result no wait has returned */
     bool is_taken; /* another thread waits for one of them */
     bool is_held;  /* one of them holds a message */
 };
 
-/* Fill in what is listed. False: not all of it is in the core, and of one engine. Either way
-   `pc_gathering_let_go` must follow. */
+/* Fill in what is listed. False: not all of it is in the core, and of one engine, or it is nothing.
+   Either way `pc_gathering_let_go` must follow. */
 bool pc_gather(struct pc_gathering *gathering);
 void pc_gathering_let_go(struct pc_gathering *gathering);
 /* With the engine's lock: have no end counted any more. */

@@ -57,6 +57,8 @@ PyObject *pc_both_new(PyObject *type, struct pc_request *received, struct pc_req
 bool pc_is_both_type(PyObject *type);
 /* The requests it is made of, borrowed; false: it is none. */
 bool pc_both_parts(PyObject *object, struct pc_request **received, struct pc_request **sent);
+/* Whether a wait has returned its result. */
+char *pc_both_collected(PyObject *object);
 /* Whether both have ended. */
 bool pc_both_is_done(PyObject *object);
 /* NULL with an exception. */

@@ -1,5 +1,5 @@
 /* How a send or a receive begins and ends. See request.h. */
-#include "request.h"
+#include "watch.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -35,6 +35,7 @@ void pc_request_end(struct pc_request *request, int status) {
         request->next = engine->ended;
         pc_engine_set(&engine->ended, request);
     }
+    pc_watch_wake(request);
     pc_op_end(&request->op, status);
 }
 
@@ -125,6 +126,7 @@ static void let_go(struct pc_request *request) {
         Py_CLEAR(request->array);
         Py_CLEAR(request->keeper);
     }
+    pc_watch_ended(request);
     Py_DECREF((PyObject *)request);
 }
 

@@ -82,6 +82,13 @@ struct pc_request {
     int dtype, ndim;
     intptr_t dims[PC_NAMED_DIMS];
     struct pc_request *next; /* of those that have ended */
+    bool is_let_go;          /* it has ended, and was in that list */
+    /* watch.h. To what it belongs, or NULL: set with the interpreter's lock, and also read with the
+       engine's alone. All else with the interpreter's. */
+    struct pc_watch *_Atomic watch;
+    Py_ssize_t place;                  /* where it was seen in the list */
+    struct pc_request *before, *after; /* in the queue of those that were not given yet */
+    bool stands;                       /* in that queue */
 };
 
 /* request.c: beginning and ending. Those without a comment are called with the engine's lock. */

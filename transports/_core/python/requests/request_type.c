@@ -1,5 +1,5 @@
 /* `_core.Request`: a send or a receive that is under way, as Python sees it. See request.h. */
-#include "messages.h"
+#include "watch.h"
 
 #include <stdlib.h>
 #include <structmember.h>
@@ -172,6 +172,7 @@ static PyObject *request_gpu(struct pc_request *self, void *unused) {
 
 static void request_dealloc(struct pc_request *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
+    pc_watch_leave(self);
     free(self->receive.header);
     free(self->spare);
     free(self->parts);

@@ -1,5 +1,6 @@
-/* `_core.wait_all` and `_core.wait_any`: waiting for several requests of one engine at once. */
+/* `_core.wait_all` and `_core.take`: waiting for several requests of one engine at once. */
 #include "gathering.h"
+#include "watch.h"
 #include "python/collectives/collective.h"
 
 #include <stdlib.h>
@@ -28,25 +29,32 @@ static void gather(pc_engine_object *engine, void *argument) {
     atomic_store_explicit(&gathering->several.left, left, memory_order_relaxed);
 }
 
+/* Whether a request was done when it was looked at, and whether it, or a part of it, had failed;
+   returns where the next one begins. */
+static Py_ssize_t next(const struct pc_gathering *gathering, Py_ssize_t index, bool *done,
+                       bool *failed) {
+    *done = true, *failed = false;
+    do {
+        const struct pc_awaited *awaited = &gathering->awaited[index++];
+        *done &= awaited->was_done;
+        *failed |= awaited->was_done && !pc_awaited_is_well(awaited);
+    } while (index < gathering->count && gathering->awaited[index].place == PC_NO_PLACE);
+    return index;
+}
+
 /* Whether all are done, or any; those that hold a message are gone on with. -1 with an
    exception. */
 static int are_done(struct pc_gathering *gathering) {
-    bool every = true, any = false;
+    bool every = true, any = false, done, failed;
+    gathering->engine->looked += (uint64_t)gathering->count;
     for (Py_ssize_t index = 0; index < gathering->count; index++)
         if (gathering->awaited[index].request != NULL &&
             pc_request_go_on(gathering->awaited[index].request) < 0)
             return -1;
     for (Py_ssize_t index = 0; index < gathering->count; index++)
         gathering->awaited[index].was_done = pc_awaited_is_done(&gathering->awaited[index]);
-    for (Py_ssize_t index = 0; index < gathering->count; index++) {
-        const struct pc_awaited *awaited = &gathering->awaited[index];
-        bool done = awaited->was_done, failed = done && !pc_awaited_is_well(awaited);
-        while (index + 1 < gathering->count && awaited[1].place == PC_NO_PLACE) {
-            awaited++, index++;
-            bool is_too = awaited->was_done;
-            failed |= is_too && !pc_awaited_is_well(awaited);
-            done &= is_too;
-        }
+    for (Py_ssize_t index = 0; index < gathering->count;) {
+        index = next(gathering, index, &done, &failed);
         every &= done;
         any |= done || failed;
     }
@@ -93,18 +101,14 @@ static bool has_deadline(const struct pc_gathering *gathering, PyObject *seconds
 
 #define FEW 64
 
-/* Begin to wait for what `args` are: a list, and a timeout. `gathering` has room for few. -1 with
-   an exception; 0: it is left to Python; 1: so many nanoseconds at most. `end` must follow. */
-static int begin(struct pc_gathering *gathering, PyObject *const *args, Py_ssize_t num_args,
+/* Begin to wait for what is listed. `gathering` has room for few. -1 with an exception; 0: it is
+   left to Python; 1: so many nanoseconds at most. `end` must follow. */
+static int begin(struct pc_gathering *gathering, PyObject *listed, PyObject *seconds,
                  uint64_t *timeout_ns) {
-    if (num_args != 2) {
-        PyErr_SetString(PyExc_TypeError, "arguments are list, timeout");
-        return -1;
-    }
-    gathering->listed = args[0];
-    if (!PyList_CheckExact(args[0]))
+    gathering->listed = listed;
+    if (!PyList_CheckExact(listed))
         return 0;
-    size_t most = (size_t)PyList_Size(args[0]) * 2;
+    size_t most = (size_t)PyList_Size(listed) * 2;
     struct pc_awaited *many = most > FEW ? malloc(most * sizeof *many) : gathering->awaited;
     if (many == NULL) {
         PyErr_NoMemory();
@@ -112,7 +116,7 @@ static int begin(struct pc_gathering *gathering, PyObject *const *args, Py_ssize
     }
     gathering->awaited = many;
     return pc_gather(gathering) && !gathering->engine->python_busy &&
-           has_deadline(gathering, args[1], timeout_ns);
+           has_deadline(gathering, seconds, timeout_ns);
 }
 
 static void end(struct pc_gathering *gathering, const struct pc_awaited *few) {
@@ -152,7 +156,11 @@ PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t num_ar
     struct pc_awaited few[FEW];
     struct pc_gathering gathering = {.awaited = few};
     uint64_t timeout_ns;
-    int status = begin(&gathering, args, num_args, &timeout_ns);
+    if (num_args != 2) {
+        PyErr_SetString(PyExc_TypeError, "arguments are list, timeout");
+        return NULL;
+    }
+    int status = begin(&gathering, args[0], args[1], &timeout_ns);
     if (status > 0)
         status = await(&gathering, pc_patience(timeout_ns).until_ns);
     for (Py_ssize_t index = 0; status > 0 && index < gathering.count; index++)
@@ -164,14 +172,77 @@ PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t num_ar
     return results;
 }
 
-PyObject *pc_wait_any(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
-    (void)module;
+/* Take one that is done, or all; of all, one that has failed only if it is alone. Pairs of place
+   and request; NULL with an exception. */
+static PyObject *take(const struct pc_gathering *gathering, bool several) {
+    PyObject *taken = PyList_New(0);
+    for (int turn = 0; turn < 1 + several && taken != NULL && PyList_Size(taken) == 0; turn++) {
+        bool takes_all = several && turn == 0, done, failed;
+        for (Py_ssize_t index = 0, after; index < gathering->count; index = after) {
+            const struct pc_awaited *awaited = &gathering->awaited[index];
+            after = next(gathering, index, &done, &failed);
+            if (!done || (failed && takes_all) || *awaited->collected)
+                continue;
+            *awaited->collected = 1; /* another thread may come while the pair is made */
+            PyObject *pair = Py_BuildValue("nO", awaited->place, awaited->object);
+            if (pair == NULL || PyList_Append(taken, pair) < 0)
+                Py_CLEAR(taken);
+            Py_XDECREF(pair);
+            if (!takes_all || taken == NULL)
+                break;
+        }
+    }
+    return taken;
+}
+
+/* Take what is done of a list that is not watched. NULL: nothing, and perhaps an exception. */
+static PyObject *take_gathered(PyObject *given, PyObject *seconds, bool several) {
+    PyObject *listed = PySequence_List(given);
     struct pc_awaited few[FEW];
     struct pc_gathering gathering = {.awaited = few, .any = true};
     uint64_t timeout_ns;
-    int status = begin(&gathering, args, num_args, &timeout_ns);
+    if (listed == NULL)
+        return NULL;
+    int status = begin(&gathering, listed, seconds, &timeout_ns);
     if (status > 0)
         status = await(&gathering, pc_patience(timeout_ns).until_ns);
+    PyObject *taken = status > 0 ? take(&gathering, several) : NULL;
+    if (taken != NULL && PyList_Size(taken) == 0)
+        Py_CLEAR(taken); /* others have been quicker, or a part of one has failed */
     end(&gathering, few);
-    return status < 0 ? NULL : PyBool_FromLong(status);
+    Py_DECREF(listed);
+    return taken;
+}
+
+PyObject *pc_take(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+    (void)module;
+    if (num_args != 3) {
+        PyErr_SetString(PyExc_TypeError, "arguments are requests, timeout, several");
+        return NULL;
+    }
+    PyObject *taken = NULL;
+    bool several = args[2] == Py_True;
+    if (!PyList_CheckExact(args[0]) && !PyTuple_CheckExact(args[0]))
+        Py_RETURN_NONE;
+    enum pc_watch_took took = pc_watch_take(args[0], args[1], several, &taken);
+    if (took == PC_WATCH_UNFIT)
+        taken = take_gathered(args[0], args[1], several);
+    return taken != NULL || PyErr_Occurred() ? taken : Py_NewRef(Py_None);
+}
+
+PyObject *pc_claim_request(PyObject *module, PyObject *object) {
+    (void)module;
+    struct pc_request *received, *sent;
+    char *collected = NULL;
+    if (PyObject_TypeCheck(object, pc_request_type))
+        collected = &((struct pc_request *)object)->collected;
+    else if (pc_both_parts(object, &received, &sent))
+        collected = pc_both_collected(object);
+    else if (pc_is_collective(object))
+        collected = &((struct pc_started *)object)->collected;
+    else
+        Py_RETURN_NONE;
+    bool is_mine = !*collected;
+    *collected = 1;
+    return PyBool_FromLong(is_mine);
 }
