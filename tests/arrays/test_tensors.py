@@ -147,6 +147,34 @@ def test_a_tensor_whose_gradient_is_traced_is_not_written_to(ranks: Any, torch: 
 
 
 @ON_BOTH
+def test_a_subclass_says_itself_whether_it_requires_a_gradient(ranks: Any, torch: Any) -> None:
+    def program(comm: Any) -> None:
+        import torch
+
+        class Plain(torch.Tensor):
+            __torch_function__ = torch._C._disabled_torch_function_impl
+
+        class ByProperty(Plain):
+            requires_grad = property(lambda self: True)
+
+        class ByLookup(Plain):
+            def __getattribute__(self, name: str) -> Any:
+                return True if name == "requires_grad" else super().__getattribute__(name)
+
+        x = torch.ones(2)
+        for _ in range(2):
+            for cls in (ByProperty, ByLookup):
+                with pytest.raises(ValueError, match="requires a gradient"):
+                    comm.all_reduce(x, out=torch.zeros(2).as_subclass(cls))
+            out = torch.zeros(2).as_subclass(Plain)
+            comm.all_reduce(x, out=out)
+            assert out.tolist() == [2, 2]
+            assert out._version == 1
+
+    ranks(program)
+
+
+@ON_BOTH
 def test_a_result_has_no_gradient_and_inference_tensors_are_filled(ranks: Any, torch: Any) -> None:
     def program(comm: Any) -> None:
         import torch

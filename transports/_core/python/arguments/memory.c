@@ -23,7 +23,9 @@ struct pc_library {
     /* Methods that say that the memory holds other values than the array shows; of complex numbers
        the last. */
     PyCFunction is_negated, is_conjugated;
-    PyObject *tell; /* is called with a tuple of arrays that are written to */
+    PyObject *requires_grad; /* the type's descriptor; NULL: an attribute as any other */
+    descrgetfunc get_requires_grad;
+    PyObject *tell; /* is called with an iterable of arrays that are written to */
     PyCFunction tell_directly; /* the same, if it is a function of C's */
     PyObject *keep; /* returns something that keeps the memory of an array */
 };
@@ -206,7 +208,10 @@ int pc_may_be_target(PyObject *target, const struct pc_array *memory) {
     if (!memory->writeable || memory->library->form != DLPACK)
         return memory->writeable;
     /* of one that does Python asks whether anybody traces it */
-    PyObject *answer = PyObject_GetAttr(target, requires_grad);
+    const struct pc_library *library = memory->library;
+    PyObject *found = library->requires_grad, *type = (PyObject *)library->type;
+    PyObject *answer = found != NULL ? library->get_requires_grad(found, target, type)
+                                     : PyObject_GetAttr(target, requires_grad);
     if (answer == NULL)
         PyErr_Clear();
     Py_XDECREF(answer);
@@ -223,17 +228,44 @@ int pc_target_of_other(PyObject *target, struct pc_array *memory) {
     return 0;
 }
 
+/* An iterator over one array, used again: a function of C's is done with it when it returns. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *next; /* borrowed */
+} pc_once;
+static pc_once *once;
+
+static PyObject *once_next(pc_once *self) {
+    PyObject *next = Py_XNewRef(self->next);
+    self->next = NULL;
+    return next;
+}
+
+static PyType_Slot once_slots[] = {
+    {Py_tp_iter, PyObject_SelfIter},
+    {Py_tp_iternext, once_next},
+    {0, NULL},
+};
+
+static PyType_Spec once_spec = {
+    .name = "pycoll._transports._core.Once",
+    .basicsize = sizeof(pc_once),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = once_slots,
+};
+
 int pc_tell_written_other(const struct pc_array *memory, PyObject *target) {
     const struct pc_library *library = memory->library;
     if (library->form != DLPACK)
         return 0;
-    PyObject *targets = PyTuple_Pack(1, target);
-    if (targets == NULL)
-        return -1;
-    PyObject *answer = library->tell_directly != NULL
-                         ? library->tell_directly(PyCFunction_GetSelf(library->tell), targets)
-                         : PyObject_CallFunctionObjArgs(library->tell, targets, NULL);
-    Py_DECREF(targets);
+    PyObject *answer;
+    if (PC_LIKELY(library->tell_directly != NULL)) {
+        once->next = target;
+        answer = library->tell_directly(PyCFunction_GetSelf(library->tell), (PyObject *)once);
+        once->next = NULL;
+    } else {
+        answer = PyObject_CallFunction(library->tell, "((O))", target);
+    }
     Py_XDECREF(answer);
     return answer != NULL ? 0 : -1;
 }
@@ -326,7 +358,7 @@ struct lent {
 };
 
 #define FEW_NBYTES 4096
-#define ALIGNMENT 64
+#define ALIGNMENT 16 /* malloc's, and that of the longest elements */
 
 static void delete_lent(struct dl_managed *self) {
     if (self->context != NULL && Py_IsInitialized()) {
@@ -348,8 +380,7 @@ static struct lent *lend(int dtype, int ndim, const intptr_t *dims, struct pc_ar
     PyObject *array = nbytes > FEW_NBYTES ? new_numpy(stored, ndim, dims, made) : NULL;
     if (array == NULL && nbytes > FEW_NBYTES)
         return NULL;
-    struct lent *lent = aligned_alloc(
-        ALIGNMENT, array != NULL ? head : head + pc_round_up(nbytes, ALIGNMENT));
+    struct lent *lent = malloc(array != NULL ? head : head + nbytes);
     if (lent == NULL) {
         Py_XDECREF(array);
         return NULL;
@@ -489,6 +520,21 @@ static PyCFunction method_of(PyObject *x, const char *name) {
     return function;
 }
 
+/* Find the descriptor of `requires_grad`, if objects of the type have what it says. */
+static void find_requires_grad(struct pc_library *library) {
+    PyTypeObject *type = library->type;
+    if (PyType_GetSlot(type, Py_tp_getattro) != (void *)PyObject_GenericGetAttr)
+        return;
+    PyObject *found = PyObject_GetAttr((PyObject *)type, requires_grad);
+    if (found != NULL && Py_TYPE(found) == &PyGetSetDescr_Type) {
+        library->requires_grad = Py_NewRef(found);
+        library->get_requires_grad =
+            (descrgetfunc)PyType_GetSlot(&PyGetSetDescr_Type, Py_tp_descr_get);
+    }
+    PyErr_Clear();
+    Py_XDECREF(found);
+}
+
 /* The table of a type; NULL: it has none that is read here. */
 static const struct dl_exchange *exchange_of(PyTypeObject *type) {
     PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
@@ -528,6 +574,14 @@ PyObject *pc_add_library(PyObject *module, PyObject *args) {
         library.is_conjugated = method_of(sample, "is_conj");
         if (library.exchange == NULL || library.is_negated == NULL || library.is_conjugated == NULL)
             Py_RETURN_FALSE;
+        find_requires_grad(&library);
+    }
+    if (once == NULL) {
+        PyObject *type = PyType_FromSpec(&once_spec);
+        once = type != NULL ? (pc_once *)PyType_GenericNew((PyTypeObject *)type, NULL, NULL) : NULL;
+        Py_XDECREF(type);
+        if (once == NULL)
+            return NULL;
     }
     Py_INCREF((PyObject *)library.type);
     library.tell = Py_NewRef(tell);
