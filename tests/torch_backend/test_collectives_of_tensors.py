@@ -220,6 +220,9 @@ def gathers_fill_lists_and_tensors(dist: Dist, rank: int) -> None:
     columns = torch.zeros(4, SIZE)
     dist.all_gather([columns[:, r] for r in range(SIZE)], of_rank(rank))
     equal(columns.t(), all_of)
+    uneven = [torch.zeros(r + 1) for r in range(SIZE)]
+    dist.all_gather(uneven, torch.full((rank + 1,), float(rank)))  # of different lengths
+    equal(torch.cat(uneven), [float(r) for r in range(SIZE) for _ in range(r + 1)])
     outs = [torch.zeros(4) for _ in range(SIZE)] if rank == 1 else None
     dist.gather(of_rank(rank), outs, dst=1)
     if outs is not None:
