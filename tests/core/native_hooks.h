@@ -20,6 +20,8 @@
 #define PC_CHOICE_FROM ((size_t)1)
 #define PC_TURNS_BETWEEN 2
 #define PC_CALLS_A_TURN 2
+/* So that random values are large enough to be read directly as a rule. */
+#define PC_RULE_KIB ((size_t)1)
 /* So that work on shared arrays has several pieces, and some go past the caches. */
 #define PC_WORK_PIECE ((size_t)512)
 #define PC_WORK_BLOCK ((size_t)256)

@@ -14,6 +14,9 @@
 #define PC_CHOICE_FROM \
     ((size_t)12 << 10) /* what is shorter, with the same bytes for all, is streamed */
 #endif
+#ifndef PC_RULE_KIB
+#define PC_RULE_KIB ((size_t)1 << 10) /* the unit of the rules which way is quicker */
+#endif
 #ifndef PC_TURNS_BEFORE
 #define PC_TURNS_BEFORE 10 /* so many turns go before the first trial */
 #endif
@@ -69,7 +72,7 @@ static bool has_both_ways(const pc_collective *call) {
    ranks read the same pages, as those of a broadcast, all_gather or reduce. What each rank takes
    from each other, or a root from or for all, is read, which copies it once. */
 static bool is_direct_as_a_rule(const pc_collective *call) {
-    size_t given = pc_given_nbytes(call, call->nbytes), k = (size_t)1 << 10;
+    size_t given = pc_given_nbytes(call, call->nbytes), k = PC_RULE_KIB;
     int size = call->comm->size;
     /* The launcher counts a host's cores once, and tells all its ranks. */
     bool has_cores = call->comm->host->spins > 0;
