@@ -22,6 +22,7 @@
 #define PC_CALLS_A_TURN 2
 /* So that random values are large enough to be read directly as a rule. */
 #define PC_RULE_KIB ((size_t)1)
+#define PC_PARTS_FROM ((size_t)16 << 10)
 /* So that work on shared arrays has several pieces, and some go past the caches. */
 #define PC_WORK_PIECE ((size_t)512)
 #define PC_WORK_BLOCK ((size_t)256)
@@ -46,6 +47,9 @@ ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count,
 ssize_t hook_writev(int pid, const struct iovec *local, unsigned long count,
                     const struct iovec *remote);
 
+/* Flags of others that this rank has waited for, whether it had to or not; bytes that were copied. */
+extern _Thread_local uint64_t native_waits, native_copied;
+
 #ifndef PYCOLL_NATIVE_HOOKS_THEMSELVES
 #define memcpy(to, from, nbytes) hook_memcpy(to, from, nbytes)
 #define memmove(to, from, nbytes) hook_memcpy(to, from, nbytes)
@@ -55,6 +59,8 @@ ssize_t hook_writev(int pid, const struct iovec *local, unsigned long count,
     hook_readv(pid, local, local_count, remote)
 #define process_vm_writev(pid, local, local_count, remote, remote_count, flags) \
     hook_writev(pid, local, local_count, remote)
+#include "host/wait.h"
+#define pc_wait(...) (native_waits++, (pc_wait)(__VA_ARGS__))
 #endif
 
 #endif

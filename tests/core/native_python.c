@@ -9,6 +9,7 @@
 
 _Thread_local uint64_t native_seed = 1;
 _Thread_local bool native_impatient;
+_Thread_local uint64_t native_waits, native_copied;
 static _Thread_local bool has_lock = true;
 static _Thread_local uint64_t runaway_ns;
 
@@ -45,6 +46,7 @@ void native_delay(void) {
 
 void *hook_memcpy(void *to, const void *from, size_t nbytes) {
     size_t half = nbytes / 2;
+    native_copied += nbytes;
     memmove(to, from, half);
     native_delay();
     memmove((char *)to + half, (const char *)from + half, nbytes - half);

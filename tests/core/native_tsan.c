@@ -1,6 +1,7 @@
 /* The native collectives under ThreadSanitizer: ranks as threads of one program over one mapping.
 
        native_tsan OPERATIONS SEED
+       native_tsan counts SPINS NBYTES     what an all_reduce waits for, and what it reads and copies
 
    The core's files run as they are: each rank has a pc_host and a pc_comm of its own, and only what
    they call in Python is played by native_python.c and native_sleep.c. A communicator makes a
@@ -58,9 +59,12 @@ UNSEEN static void combine_block(int op, int dtype, unsigned char *left, const u
         }
 }
 
+static _Thread_local uint64_t native_read; /* by reductions */
+
 static void reduce(int op, int dtype, void *out, const void *const *in, int n, size_t count) {
     unsigned char left[1024], right[1024];
     size_t nbytes = count * pc_itemsize(dtype);
+    native_read += nbytes * (size_t)n;
     for (size_t at = 0; at < nbytes; at += sizeof left) {
         size_t length = nbytes - at < sizeof left ? nbytes - at : sizeof left;
         memcpy(left, (const unsigned char *)in[0] + at, length);
@@ -389,6 +393,27 @@ static void give_up(struct rank *rank, unsigned char *x, unsigned char *out) {
         memset(x, 0x77, MAX_GIVEN);
 }
 
+/* With "counts" all make the same call again and again, on cores of their own if `spins` is not 0. */
+static struct {
+    int spins;
+    size_t nbytes;
+} counted;
+
+static void count(struct rank *rank, unsigned char *x, unsigned char *out, unsigned char *copy) {
+    enum { BEFORE = 20, CALLS = 20 };
+    struct call call = {.kind = PC_ALL_REDUCE, .dtype = U64, .size = rank->comm.size};
+    call.count = counted.nbytes / 8;
+    uint64_t waits = 0, copied = 0;
+    for (; call.ident < BEFORE + CALLS; call.ident++) {
+        if (call.ident == BEFORE)
+            waits = native_waits, copied = native_copied, native_read = 0;
+        run_call(rank, &call, x, out, copy);
+    }
+    printf("%d ranks, %zu bytes: rank %d waits for %g flags, reads %g bytes, copies %g\n",
+           rank->comm.size, counted.nbytes, rank->comm.rank, (double)(native_waits - waits) / CALLS,
+           (double)native_read / CALLS, (double)(native_copied - copied) / CALLS);
+}
+
 static void *be_rank(void *argument) {
     struct rank *rank = argument;
     uint64_t seed = rank->seed;
@@ -397,7 +422,9 @@ static void *be_rank(void *argument) {
     unsigned char *shared_out = shared_x + MAX_NBYTES;
     native_rank = rank;
     native_seed = seed * MAX_RANKS + (uint64_t)rank->comm.rank;
-    for (uint64_t number = 1; number <= CALLS_A_COMM; number++) {
+    if (counted.nbytes > 0)
+        count(rank, x, out, copy);
+    for (uint64_t number = 1; counted.nbytes == 0 && number <= CALLS_A_COMM; number++) {
         struct call call =
             choose_call(&seed, rank->seed + number, rank->comm.size, rank->comm.chunk_nbytes);
         native_impatient = native_random(&native_seed) % 16 == 0;
@@ -407,7 +434,7 @@ static void *be_rank(void *argument) {
                  chance == 1 || !shares ? out : shared_out, copy);
     }
     pthread_barrier_wait(&all_here); /* who gives up breaks earlier calls, too */
-    if (rank->comm.together)
+    if (rank->comm.together && counted.nbytes == 0)
         give_up(rank, shared_x, shared_out);
     free(x);
     free(out);
@@ -431,14 +458,14 @@ static unsigned char *map(size_t nbytes) {
 static void run_comm(uint64_t seed) {
     static const size_t chunk_sizes[] = {512, 1024, 4096, 16384};
     static const int spins[] = {0, 30, 300};
-    int size = 2 + (int)(native_random(&seed) % (MAX_RANKS - 1)), doorbells[MAX_RANKS],
-        pids[MAX_RANKS], local[MAX_RANKS];
+    int size = counted.nbytes > 0 ? MAX_RANKS : 2 + (int)(native_random(&seed) % (MAX_RANKS - 1));
+    int doorbells[MAX_RANKS], pids[MAX_RANKS], local[MAX_RANKS];
     static struct rank ranks[MAX_RANKS];
     pthread_t threads[MAX_RANKS];
     pc_comm layout = {.size = size, .entry = -1};
-    layout.direct = native_random(&seed) % 2;
+    layout.direct = counted.nbytes == 0 && native_random(&seed) % 2;
     layout.together = native_random(&seed) % 4 > 0;
-    layout.chunk_nbytes = chunk_sizes[native_random(&seed) % 4];
+    layout.chunk_nbytes = chunk_sizes[counted.nbytes > 0 ? 3 : native_random(&seed) % 4];
     layout.slots_offset = pc_round_up((size_t)size * sizeof(struct pc_progress), PC_PAGE);
     layout.big_offset = pc_round_up(
         layout.slots_offset + (size_t)size * PC_SLOTS * sizeof(struct pc_slot), PC_PAGE);
@@ -449,7 +476,7 @@ static void run_comm(uint64_t seed) {
     pc_host host = {.size = size, .fd = -1, .doorbells = doorbells};
     host.notes_offset = pc_round_up(PC_PAGE + MAX_RANKS * PC_RECORD_NBYTES, PC_PAGE);
     host.mapped = host.notes_offset + MAX_RANKS * PC_NOTES_NBYTES;
-    host.spins = spins[native_random(&seed) % 3];
+    host.spins = counted.nbytes > 0 ? counted.spins : spins[native_random(&seed) % 3];
     host.base = map(host.mapped);
     unsigned char *windows[MAX_RANKS];
     host.windows = windows;
@@ -484,6 +511,12 @@ static void run_comm(uint64_t seed) {
 }
 
 int main(int argc, char **argv) {
+    if (argc == 4 && strcmp(argv[1], "counts") == 0) {
+        counted.spins = atoi(argv[2]);
+        counted.nbytes = (size_t)atol(argv[3]);
+        run_comm(1);
+        return 0;
+    }
     if (argc != 3)
         native_fail("usage: native_tsan OPERATIONS SEED\n");
     long operations = atol(argv[1]), done = 0;

@@ -6,15 +6,20 @@
    them when it may begin to copy, and when its copy ends. In an all_reduce a big slot has a part for each rank:
    in that of its owner the result is written.
 
+   With -DMIXED ranks may enter a call to do it in another way, before anything of it is put there: those whose arrays
+   allow that; then they wait for the others, and it is streamed after all.
+
    With -DSLEEP a rank that must wait is asleep at once, and awake again when it is rung: the handshake, which
    sleep.pml is about, is taken as it must work. So a flag after which nobody is rung is a deadlock.
 
    Faults to plant:
        -DOFF_BY_ONE     a chunk goes into a big slot one chunk too early
        -DREDUCED_EARLY  a part counts as reduced before the result is there
+       -DENTRY_IS_CHUNK who has entered is thought to have put its first chunk there
+       -DKNOWN_EARLY    of a chunk that others have reduced or put there it is thought that they have consumed it
        -DCONSUMED_EARLY chunks count as consumed before their copy has ended
        -DSPECTATOR      who takes nothing does not say so, and the others wait for it
-       -DNO_FIRST_RING  announced calls do not ring for the first chunk */
+       -DNO_FIRST_RING  who has entered before does not ring for its first chunk */
 
 #ifndef RANKS
 #define RANKS 2
@@ -40,6 +45,7 @@
 
 byte kind[CALLS + 1], chunks_of[CALLS + 1]; /* of a call; 0: nobody has come to it */
 byte left[CALLS + 1];                       /* ranks that are through with it */
+bool has_first_chunk[RANKS];
 byte entered[RANKS], produced[RANKS], consumed[RANKS], reduced[RANKS];
 byte data[RANKS * BIG_SLOTS], result[RANKS * BIG_SLOTS];
 #ifdef SLEEP
@@ -132,16 +138,69 @@ inline put() {
 
 inline consume() { consumed[me] = chunk + index + 1 }
 
+/* pc_await_chunk: most enter a call when they have put its first chunk there, and say so. */
+inline await_chunk() {
+    if
+    :: index == 0 && !before -> wait(entered[rank] >= call, true)
+    :: else
+    fi;
+#ifdef ENTRY_IS_CHUNK
+    if
+    :: index == 0 && !before -> assert(is_here(data, rank))
+#else
+    if
+    :: index == 0 && !before && has_first_chunk[rank] -> assert(is_here(data, rank))
+#endif
+    :: else -> wait(produced[rank] >= chunk + index + 1, is_here(data, rank))
+    fi
+}
+
+inline begin() {
+    if
+#ifdef MIXED
+    :: chosen < 4 -> before = true
+#endif
+    :: is_announced(chosen) -> before = true
+    :: !is_announced(chosen) -> before = false
+    fi;
+    has_first_chunk[me] = !before;
+    if
+    :: before ->
+        enter();
+        if
+        :: !is_announced(chosen) -> await_entries()
+        :: else
+        fi
+    :: else
+    fi
+}
+
+inline await_entries() {
+    rank = 0;
+    do
+    :: rank < RANKS && rank != me -> wait(entered[rank] >= call, true); rank++
+    :: rank == me -> rank++
+    :: rank == RANKS -> break
+    od;
+    rank = 0
+}
+
+/* All are known to have consumed so many chunks, without a look at their flags. */
+inline know(number) {
+#ifdef KNOWN_EARLY
+    consumed_by_all = number + 1
+#else
+    consumed_by_all = number
+#endif
+}
+
 inline enter() {
     entered[me] = call;
     wake()
 }
 
 inline stream() {
-    if
-    :: is_announced(chosen) -> enter()
-    :: else
-    fi;
+    begin();
     if
 #ifndef SPECTATOR
     :: !takes(chosen, me) -> consumed[me] = chunk + chunks
@@ -154,9 +213,9 @@ inline stream() {
     :: else
     fi;
     if
-    :: !is_announced(chosen) -> enter()
+    :: !before -> enter()
 #ifndef NO_FIRST_RING
-    :: is_announced(chosen) -> wake()
+    :: before -> wake()
 #endif
     :: else
     fi;
@@ -172,13 +231,14 @@ inline stream() {
         :: takes(chosen, me) ->
             rank = 0;
             do
-            :: rank < RANKS && takes_from(chosen, me, rank) ->
-                wait(entered[rank] >= call, true);
-                wait(produced[rank] >= chunk + index + 1, is_here(data, rank));
-                rank++
+            :: rank < RANKS && takes_from(chosen, me, rank) -> await_chunk(); rank++
             :: rank < RANKS && !takes_from(chosen, me, rank) -> rank++
             :: rank == RANKS -> break
             od;
+            if
+            :: chosen == ALL -> know(chunk + index - (index > 0 -> 1 : 0))
+            :: else
+            fi;
 #ifdef CONSUMED_EARLY
             consume();
 #endif
@@ -202,18 +262,22 @@ inline stream() {
 }
 
 inline all_reduce() {
+    begin();
     to_put = 0;
     put();
-    enter();
+    if
+    :: !before -> enter()
+#ifndef NO_FIRST_RING
+    :: before -> wake()
+#endif
+    :: else
+    fi;
     index = 0;
     do
     :: index < chunks ->
         rank = 0;
         do
-        :: rank < RANKS && rank != me ->
-            wait(entered[rank] >= call, true);
-            wait(produced[rank] >= chunk + index + 1, is_here(data, rank));
-            rank++
+        :: rank < RANKS && rank != me -> await_chunk(); rank++
         :: rank == me -> rank++
         :: rank == RANKS -> break
         od;
@@ -249,6 +313,7 @@ inline all_reduce() {
         :: rank == RANKS -> break
         od;
         rank = 0;
+        know(chunk + index);
 #ifndef CONSUMED_EARLY
         consume();
 #endif
@@ -259,6 +324,7 @@ inline all_reduce() {
 }
 
 proctype rank_process(byte me) {
+    bool before;
     byte call = 1, chunk, consumed_by_all, chosen, chunks, index, to_put, rank, other, needed;
     do
     :: call <= CALLS ->
@@ -278,6 +344,7 @@ proctype rank_process(byte me) {
             :: else
             fi;
             index = 0;
+            before = false;
             to_put = 0;
             chosen = 0;
             chunks = 0;

@@ -7,6 +7,7 @@ They are listed in planted_faults.toml.
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -85,6 +86,27 @@ def test_random_calls_of_ranks_as_threads_are_right_and_nobody_sleeps_on(
     assert sleeps > operations / 100  # or it would say nothing about sleeping
 
 
+def test_a_short_all_reduce_of_many_reads_twice_its_length_where_ranks_have_cores(
+    tmp_path: Path,
+) -> None:
+    program = build(tmp_path, CORE, PLAIN)
+
+    def counts(spins: int, nbytes: int) -> set[tuple[float, ...]]:
+        """Flags waited for, bytes reduced and bytes copied by each of five ranks in a call."""
+        run = call([program, "counts", str(spins), str(nbytes)], tmp_path)
+        assert run.returncode == 0, run.stdout
+        found = re.findall(r"waits for (\S+) flags, reads (\S+) bytes, copies (\S+)", run.stdout)
+        assert len(found) == 5
+        return {tuple(map(float, each)) for each in found}
+
+    # Ranks that share cores wait for each other once, and read all that the others give.
+    assert counts(0, 5120) == {(4, 5 * 5120, 5120)}
+    # With cores of their own twice; they read a part of each, and copy the parts of the result.
+    assert counts(30, 5120) == {(8, 5120, 1.8 * 5120)}
+    # If there is little to read, once.
+    assert counts(30, 2560) == {(4, 5 * 2560, 2560)}
+
+
 FAULTS = faults_for("tests/core/test_core_protocols.py::test_random_calls_of_ranks_as_threads")
 
 
@@ -113,7 +135,9 @@ MODELS = [
     ("stream", "-DRANKS=2 -DBIG_SLOTS=4 -DCALLS=2 -DMOST_CHUNKS=6", ""),
     ("stream", "-DRANKS=3 -DCALLS=2 -DMOST_CHUNKS=2", ""),
     ("stream", "-DRANKS=3 -DCALLS=1 -DMOST_CHUNKS=4", ""),
-    ("stream", "-DSLEEP -DRANKS=2 -DCALLS=2", ""),
+    ("stream", "-DMIXED -DRANKS=2 -DCALLS=3", ""),
+    ("stream", "-DMIXED -DRANKS=3 -DCALLS=1", ""),
+    ("stream", "-DSLEEP -DMIXED -DRANKS=2 -DCALLS=2", ""),
     ("stream", "-DSLEEP -DRANKS=3 -DCALLS=1", ""),
     ("lock", "-DTHREADS=2", ""),
     ("lock", "-DTHREADS=3", ""),

@@ -48,6 +48,7 @@ int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot) {
         return -1;
     if (slot != NULL) {
         pc_place_set(&slot->place, call->number, 0, 0, false);
+        *pc_has_first_chunk(slot) = true;
         pc_enter_end(call, slot);
     } else {
         pc_wake_others(comm);
@@ -65,10 +66,7 @@ int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot) {
                 inputs[rank] = x + own.begin;
                 continue;
             }
-            struct pc_slot *theirs;
-            if (index == 0 && slot != NULL && pc_await_entry(call, rank, &theirs) < 0)
-                return -1;
-            if (pc_wait(&call->call, &pc_progress_of(comm, rank)->produced, chunk + 1, rank) < 0)
+            if (pc_await_chunk(call, rank, index, chunk, slot) < 0)
                 return -1;
         }
         pc_release(&call->call);
@@ -92,6 +90,7 @@ int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot) {
             pc_copy_part(out + theirs.begin, pc_big_slot_of(comm, rank, chunk) + theirs.begin,
                          theirs.end - theirs.begin, call->nbytes);
         }
+        comm->consumed_by_all = chunk; /* before they reduced this one */
         pc_publish(&mine->consumed, chunk + 1);
         pc_wake_others(comm);
     }

@@ -102,6 +102,11 @@ typedef struct pc_collective {
 #define PC_PIECE_NBYTES ((size_t)8 << 20) /* longer values are reduced in pieces of so many bytes */
 #endif
 
+#ifndef PC_PARTS_FROM
+/* an all_reduce is by parts from so many bytes of all ranks on */
+#define PC_PARTS_FROM ((size_t)32 << 10)
+#endif
+
 #ifndef PC_CUDA_IPC_NBYTES
 /* from so many bytes on, ranks may rather offer their arrays to each other */
 #define PC_CUDA_IPC_NBYTES ((size_t)1 << 20)
@@ -139,6 +144,10 @@ static inline void pc_place_set(struct pc_place *place, uint64_t number, uint64_
     atomic_store_explicit(&place->work.into, 0, memory_order_relaxed);
     pc_publish(&place->number, number); /* that of what a root announces is waited for */
 }
+/* Whether who enters a large call has put its first chunk into its big slot: so who streams, too,
+   need not look at `produced`. False: it may stream, but does not yet. */
+static inline unsigned char *pc_has_first_chunk(struct pc_slot *slot) { return slot->data; }
+
 /* Before the first claim of a call, and after its last piece. */
 static inline void pc_work_begin(pc_collective *call) {
     atomic_store(&pc_place_of(call->comm, call->comm->rank, call->number)->working, 1);
@@ -213,6 +222,8 @@ int pc_hear(pc_collective *call, struct pc_slot **slot); /* elsewhere: wait for 
 int pc_receive(pc_collective *call, struct pc_slot *slot); /* then fill `out` */
 int pc_stream(pc_collective *call, struct pc_slot *slot);
 int pc_await_consumed(pc_collective *call, uint64_t needed);
+int pc_await_chunk(pc_collective *call, int rank, uint64_t index, uint64_t chunk,
+                   const struct pc_slot *slot);
 unsigned char *pc_scratch(pc_comm *comm, size_t nbytes); /* NULL with an exception */
 
 /* Wait until the big slot for this chunk of one's own is free. */

@@ -312,6 +312,7 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
         bool shown = pc_can_be_read(x, pc_given_nbytes(call, nbytes)) &&
                      (call->kind != PC_ALL_REDUCE || pc_can_be_read(out, nbytes));
         pc_place_set(own, call->number, shown ? (uintptr_t)x : 0, (uintptr_t)out, false);
+        *pc_has_first_chunk(slot) = false;
         pc_enter_end(call, slot);
     }
     bool readable = own->x != 0;

@@ -219,6 +219,20 @@ static int exchange(pc_collective *call, struct pc_slot *slot) {
 
 /* --- large: streaming through big slots ------------------------------------------------------- */
 
+/* Wait until `rank` has put chunk `chunk` there, the call's own number `index`. `slot` is the
+   call's, or NULL: then it was entered before. */
+int pc_await_chunk(pc_collective *call, int rank, uint64_t index, uint64_t chunk,
+                   const struct pc_slot *slot) {
+    struct pc_slot *theirs;
+    if (index == 0 && slot != NULL) {
+        if (pc_await_entry(call, rank, &theirs) < 0)
+            return -1;
+        if (*pc_has_first_chunk(theirs))
+            return 0;
+    }
+    return pc_wait(&call->call, &pc_progress_of(call->comm, rank)->produced, chunk + 1, rank);
+}
+
 int pc_await_consumed(pc_collective *call, uint64_t needed) {
     pc_comm *comm = call->comm;
     for (int rank = 0; rank < comm->size; rank++)
@@ -260,6 +274,7 @@ int pc_stream(pc_collective *call, struct pc_slot *slot) {
         return -1;
     if (slot != NULL) {
         pc_place_set(&slot->place, call->number, 0, 0, false);
+        *pc_has_first_chunk(slot) = true;
         pc_enter_end(call, slot);
     } else {
         pc_wake_others(comm);
@@ -279,14 +294,12 @@ int pc_stream(pc_collective *call, struct pc_slot *slot) {
             from[rank] = NULL;
             if (!takes_from(call, rank))
                 continue;
-            struct pc_slot *theirs;
-            if (index == 0 && slot != NULL && pc_await_entry(call, rank, &theirs) < 0)
-                return -1;
-            if (pc_wait(&call->call, &pc_progress_of(comm, rank)->produced, base + index + 1,
-                        rank) < 0)
+            if (pc_await_chunk(call, rank, index, base + index, slot) < 0)
                 return -1;
             from[rank] = pc_big_slot_of(comm, rank, base + index);
         }
+        if (takes_from_all(call)) /* they put a chunk there when they had consumed the last but one */
+            comm->consumed_by_all = base + index - (index > 0);
         pc_release(&call->call);
         take(call, from, offset, length);
         pc_publish(consumed, base + index + 1);
@@ -332,6 +345,14 @@ static int all_reduce_in_pieces(pc_collective *call, bool direct) {
             return -1;
     }
     return 0;
+}
+
+/* A short all_reduce by parts: instead of all that the others give, each rank reads its part of
+   that and the parts of the result. It waits for the others once more, so there must be much to
+   read; and if ranks share cores, one wait more is a change of ranks more. */
+static bool is_by_parts(const pc_collective *call) {
+    return call->kind == PC_ALL_REDUCE && call->comm->host->spins > 0 &&
+           call->nbytes * (size_t)call->comm->size >= PC_PARTS_FROM;
 }
 
 static bool is_in_pieces(const pc_collective *call) {
@@ -392,7 +413,7 @@ int pc_exchange_run(pc_collective *call) {
         if (status != 0)
             return status;
     }
-    if (pc_given_nbytes(call, call->nbytes) <= sizeof slot->data)
+    if (pc_given_nbytes(call, call->nbytes) <= sizeof slot->data && !is_by_parts(call))
         return pc_enter_begin(call, &slot) < 0 ? -1 : exchange(call, slot);
     pc_deadline_start(call->call.deadline);
     int direct = pc_choose(call);

@@ -305,6 +305,7 @@ int pc_work_together(pc_collective *call, struct pc_slot *slot) {
     struct meeting met = {all, true, false};
     pc_place_set(&slot->place, call->number, (uintptr_t)call->x, (uintptr_t)call->out, true);
     call->placed = true;
+    *pc_has_first_chunk(slot) = false;
     pc_enter_end(call, slot);
     int here = meet(call, &met);
     if (here <= 0)
