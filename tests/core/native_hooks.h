@@ -47,7 +47,7 @@ ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count,
 ssize_t hook_writev(int pid, const struct iovec *local, unsigned long count,
                     const struct iovec *remote);
 
-/* Flags of others that this rank has waited for, whether it had to or not; bytes that were copied. */
+/* Flags of others that a rank has waited for, whether it had to or not; bytes that it copied. */
 extern _Thread_local uint64_t native_waits, native_copied;
 
 #ifndef PYCOLL_NATIVE_HOOKS_THEMSELVES

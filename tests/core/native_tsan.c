@@ -1,7 +1,7 @@
 /* The native collectives under ThreadSanitizer: ranks as threads of one program over one mapping.
 
        native_tsan OPERATIONS SEED
-       native_tsan counts SPINS NBYTES     what an all_reduce waits for, and what it reads and copies
+       native_tsan counts SPINS NBYTES    what an all_reduce waits for, reads and copies
 
    The core's files run as they are: each rank has a pc_host and a pc_comm of its own, and only what
    they call in Python is played by native_python.c and native_sleep.c. A communicator makes a
@@ -393,7 +393,7 @@ static void give_up(struct rank *rank, unsigned char *x, unsigned char *out) {
         memset(x, 0x77, MAX_GIVEN);
 }
 
-/* With "counts" all make the same call again and again, on cores of their own if `spins` is not 0. */
+/* With "counts" all make the same call again and again; on cores of their own, if `spins` > 0. */
 static struct {
     int spins;
     size_t nbytes;

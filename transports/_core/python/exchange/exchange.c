@@ -298,7 +298,7 @@ int pc_stream(pc_collective *call, struct pc_slot *slot) {
                 return -1;
             from[rank] = pc_big_slot_of(comm, rank, base + index);
         }
-        if (takes_from_all(call)) /* they put a chunk there when they had consumed the last but one */
+        if (takes_from_all(call)) /* they put it there with the last but one consumed */
             comm->consumed_by_all = base + index - (index > 0);
         pc_release(&call->call);
         take(call, from, offset, length);
