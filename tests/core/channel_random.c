@@ -7,8 +7,7 @@
    queued and handled later, as Python does it. In some worlds the kernel may not copy; in some a
    rank ends in the middle and is forgotten. Checked are every byte, the order of messages, that
    memory is released once and not touched afterwards (it is filled with other bytes, and freed),
-   that `leave` and `enter` come in turn and nothing is told in between, and that credits, blocks,
-   transfers and tables are as at the beginning when all is quiet.
+   and that credits, blocks, transfers and tables are as at the beginning when all is quiet.
 
    Exits with 3 and a line that names the seed of the world if something is wrong. */
 #include "channel_messages.h"
@@ -404,7 +403,7 @@ int main(int count, char **arguments) {
     run_worlds(run_world, strtoull(arguments[1], NULL, 10), strtoull(arguments[2], NULL, 10));
     static const char *const names[] = {"messages", "posted",     "in blocks", "offered",
                                         "complete", "redirected", "given up",  "withdrawn",
-                                        "left",     "forgotten"};
+                                        "forgotten"};
     print_counts(names, counts, sizeof names / sizeof *names);
     return 0;
 }

@@ -89,12 +89,12 @@ static enum pc_waited wait_for(struct world *world, struct pc_op *op, struct pc_
                                uint64_t *random) {
     uint64_t deadline = PC_FOR_EVER;
     if (below(random, 3) == 0)
-        deadline = below(random, 3) == 0 ? 0 : pc_drive_now_ns() + below(random, 300000);
+        deadline = below(random, 3) == 0 ? 0 : pc_now_ns() + below(random, 300000);
     for (;;) {
         uint64_t slice = below(random, 2) ? PC_FOR_EVER : below(random, 1000000);
         enum pc_waited waited = pc_drive_wait(&world->drive, op, several, deadline, slice);
         if (waited == PC_WAITED_DEADLINE)
-            check(pc_drive_now_ns() >= deadline, "a deadline was reported too early");
+            check(pc_now_ns() >= deadline, "a deadline was reported too early");
         if (waited == PC_WAITED_DEADLINE)
             add(&world->deadlines);
         if (waited != PC_WAITED_LOOK)
@@ -370,7 +370,7 @@ static void work_once(void) {
     /* It is readable still, and nobody is told of it again. */
     struct pc_op op;
     pc_op_begin(&op, &world.drive, -1);
-    uint64_t soon = pc_drive_now_ns() + 2000000;
+    uint64_t soon = pc_now_ns() + 2000000;
     check(pc_drive_wait(&world.drive, &op, NULL, soon, PC_FOR_EVER) == PC_WAITED_DEADLINE,
           "it is told twice");
     wait_for_work(&world, post_later);

@@ -60,9 +60,8 @@ static void lost(void *owner, int peer, const char *why) {
 static void nothing(void *owner) { (void)owner; }
 static void release(void *owner, void *memory) { (void)owner, (void)memory; }
 
-static const struct pc_tcp_up up = {arrived,   offered, pushed,  sent,    has_received, cancelled,
-                                    bye,       lost,    nothing, release, nothing,      nothing,
-                                    NULL};
+static const struct pc_tcp_up up = {arrived, offered, pushed,  sent,    has_received, cancelled,
+                                    bye,     lost,    nothing, release, NULL};
 
 static void check(int holds, const char *what) {
     if (holds)

@@ -24,10 +24,9 @@
 
 static struct pc_tcp_limits limits = {
     .eager = 250, .ahead = 6000, .credit = 2000, .message_cost = 20};
-static uint64_t counts[12];
+static uint64_t counts[11];
 enum {
-    ALL, EAGER, PUSHED, OFFERED, COMPLETE, GIVEN_UP, REDIRECTED, TAKEN_BACK, WITHDRAWN, LOST, BYES,
-    LEFT
+    ALL, EAGER, PUSHED, OFFERED, COMPLETE, GIVEN_UP, REDIRECTED, TAKEN_BACK, WITHDRAWN, LOST, BYES
 };
 
 static unsigned char byte_of(uint64_t message, size_t offset) {
@@ -96,7 +95,7 @@ struct event {
 struct rank {
     struct pc_tcp tcp;
     struct event *first, **last;
-    bool is_away, closed;
+    bool closed;
     bool lost[RANKS], byes[RANKS], forgotten[RANKS];
     uint64_t next_from[RANKS]; /* messages of each that have arrived */
 };
@@ -109,7 +108,6 @@ static int waiting[RANKS][RANKS][PC_TCP_LANES]; /* connections that are not atta
 
 static struct event *note(void *owner, enum what what, int peer, size_t room) {
     struct rank *rank = owner;
-    check(!rank->is_away, "something is told while others may come in", what);
     struct event *event = malloc(sizeof *event + room);
     *event = (struct event){.what = what, .peer = peer};
     *rank->last = event;
@@ -185,18 +183,7 @@ static void release(void *owner, void *memory) {
     check(!place->released, "the memory of a receive is given back twice", place->nbytes);
     place->released = true;
 }
-static void leave(void *owner) {
-    struct rank *rank = owner;
-    check(!rank->is_away, "left twice", 0);
-    rank->is_away = true;
-    counts[LEFT]++;
-}
-static void enter(void *owner) {
-    struct rank *rank = owner;
-    check(rank->is_away, "entered without having left", 0);
-    rank->is_away = false;
-}
 
-static const struct pc_tcp_up up = {arrived, offered, pushed, sent,    received, cancelled,
-                                    bye,     lost,    watched, release, leave,    enter, NULL};
+static const struct pc_tcp_up up = {arrived, offered, pushed,  sent,    received, cancelled,
+                                    bye,     lost,    watched, release, NULL};
 #endif

@@ -6,8 +6,8 @@
    what they are told is queued and handled after the call, as Python does it. Some worlds lose a
    connection in the middle, some say goodbye in the middle, the others end when all is quiet.
    Checked are every byte, the order of messages, that memory which was given back is not touched
-   any more (it is filled with other bytes, and freed), that credits and tables are as at the
-   beginning when all is quiet, and that `leave` and `enter` come in turn.
+   any more (it is filled with other bytes, and freed), and that credits and tables are as at the
+   beginning when all is quiet.
 
    Exits with 3 and a line that names the seed of the world if something is wrong. */
 #include "tcp_calls.h"
@@ -348,7 +348,6 @@ static void close_world(void) {
         handle_all(number);
         pc_tcp_free(&ranks[number].tcp);
         handle_all(number);
-        check(!ranks[number].is_away, "left for ever", (uint64_t)number);
         for (int other = 0; other < RANKS; other++)
             for (int lane = 0; lane < num_lanes; lane++)
                 if (waiting[number][other][lane] >= 0) {
@@ -393,12 +392,12 @@ int main(int count, char **arguments) {
         bury(malloc(1), 1);
     printf("messages %llu, buffered %llu, pushed %llu, offered %llu, complete %llu, given up %llu, "
            "redirected %llu, "
-           "taken back %llu, withdrawn %llu, lost %llu, goodbyes %llu, left %llu\n",
+           "taken back %llu, withdrawn %llu, lost %llu, goodbyes %llu\n",
            (unsigned long long)counts[ALL], (unsigned long long)counts[EAGER],
            (unsigned long long)counts[PUSHED], (unsigned long long)counts[OFFERED],
            (unsigned long long)counts[COMPLETE], (unsigned long long)counts[GIVEN_UP],
            (unsigned long long)counts[REDIRECTED], (unsigned long long)counts[TAKEN_BACK],
            (unsigned long long)counts[WITHDRAWN], (unsigned long long)counts[LOST],
-           (unsigned long long)counts[BYES], (unsigned long long)counts[LEFT]);
+           (unsigned long long)counts[BYES]);
     return 0;
 }

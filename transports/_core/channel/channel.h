@@ -8,9 +8,7 @@
    *pushed*: its payload goes along with its header, and as one that was offered it is over when the
    receiver has used it. So many of them cost little more than few.
 
-   Plain C, which knows nothing of Python. Nothing here locks: the caller does, for everything.
-   While something long is copied or waited for `leave` has been called, and `enter` when it is
-   over; nobody else may come here in between. */
+   Plain C, which knows nothing of Python. Nothing here locks: the caller does, for everything. */
 #ifndef PC_CHANNEL_H
 #define PC_CHANNEL_H
 
@@ -163,7 +161,7 @@ struct pc_channel_list { /* numbers of what progress has to look at */
     uint32_t count, size;
 };
 
-/* What is told to the caller, in the order in which it happens: all but the last three by progress
+/* What is told to the caller, in the order in which it happens: all but `release` by progress
    alone. A pointer is good for the call only, but a block is the caller's until
    `pc_channel_consume`. */
 struct pc_channel_up {
@@ -181,8 +179,6 @@ struct pc_channel_up {
     void (*bye)(void *owner, int peer);
     void (*lost)(void *owner, int peer);
     void (*release)(void *owner, void *memory); /* the owner of memory that is used no more */
-    void (*leave)(void *owner);
-    void (*enter)(void *owner);
     /* `pc_channel_tell` with PC_FINISHED and the id must follow when it is used, or dropped. */
     void (*pushed)(void *owner, int peer, const void *header, size_t header_nbytes,
                    const void *payload, size_t nbytes, uint64_t id);
@@ -226,8 +222,6 @@ void pc_channel_remove_receive(pc_channel *channel, uint64_t handle);
    host has too many ranks. It is to be freed whatever the result. */
 int pc_channel_open(pc_channel *channel);
 void pc_channel_free(pc_channel *channel);
-static inline void pc_channel_leave(pc_channel *channel) { channel->up->leave(channel->owner); }
-static inline void pc_channel_return(pc_channel *channel) { channel->up->enter(channel->owner); }
 /* Whether the kernel lets the processes copy from and to each other's memory. */
 bool pc_channel_reaches(pc_channel *channel, int peer);
 /* Whether a payload in one piece, at `address` in the peer's memory, can be copied from there. */

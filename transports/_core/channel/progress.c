@@ -59,13 +59,11 @@ void pc_channel_receive_settle(pc_channel *channel, struct pc_channel_receive *r
     pc_transfer_close(transfer);
     if (PC_LIKELY(pc_transfer_settled(transfer)))
         return;
-    pc_channel_leave(channel);
     for (unsigned yields = 1; !pc_transfer_settled(transfer); yields++) {
         sched_yield();
         if (yields % YIELDS_A_LOOK == 0 && pc_process_ended(channel->peers[receive->peer].pid))
             break;
     }
-    pc_channel_return(channel);
 }
 
 void pc_channel_receive_finish(pc_channel *channel, struct pc_channel_receive *receive,
@@ -83,12 +81,7 @@ void pc_channel_receive_finish(pc_channel *channel, struct pc_channel_receive *r
 /* Copy on. 1: it is not done; 2: nor was anything copied; 0: done; -1: taken back; -3: no
    memory. */
 static int copy_on(pc_channel *channel, struct pc_channel_receive *receive, size_t budget) {
-    bool is_long = receive->pieces > 1;
-    if (is_long)
-        pc_channel_leave(channel);
     enum pc_outcome outcome = pc_channel_receive_copy(channel, receive, budget);
-    if (is_long)
-        pc_channel_return(channel);
     switch (outcome) {
     case PC_MORE:
     case PC_WAITS:
@@ -458,10 +451,7 @@ static bool go_on_sending(pc_channel *channel) {
     for (uint32_t index = 0; index < channel->helping.count;) {
         uint64_t id = channel->helping.numbers[index];
         struct pc_channel_send *send = pc_table_get(&channel->sends, id);
-        pc_channel_leave(channel);
-        bool more = pc_channel_send_help(channel, send, PC_BUDGET);
-        pc_channel_return(channel);
-        if (more) {
+        if (pc_channel_send_help(channel, send, PC_BUDGET)) {
             index++;
             continue;
         }

@@ -115,7 +115,7 @@ static struct pc_noted_call *note(const struct pc_context *context, const struct
     noted->ordinal = engine->notes->num_calls;
     noted->ident = context->ident;
     noted->number = call->number;
-    noted->begun_ns = engine->now_ns();
+    noted->begun_ns = pc_now_ns();
     noted->ended_ns = 0;
     noted->nbytes = nbytes;
     memcpy(noted->text, call->text, nbytes);
@@ -145,7 +145,7 @@ struct pc_called *pc_context_begin(struct pc_context *context, const void *text,
 void pc_context_end(struct pc_context *context, struct pc_called *call) {
     if (call->noted != NULL && call->noted->ident == context->ident &&
         call->noted->number == call->number)
-        call->noted->ended_ns = context->engine->now_ns();
+        call->noted->ended_ns = pc_now_ns();
     struct pc_called **last = &context->last_calls[context->num_ended++ % PC_LAST_CALLS];
     if (*last != NULL && (*last)->number + 1 == context->next_call)
         context->newest = *last;

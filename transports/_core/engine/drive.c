@@ -15,7 +15,6 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <time.h>
 #include <unistd.h>
 
 /* A source that costs a system call is looked at when it has not been for so long, however few
@@ -32,20 +31,6 @@
 #define WATCHED 200u
 
 #define GO_ON ((enum pc_waited)-1)
-
-uint64_t pc_drive_now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
-static void pause_a_moment(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("isb" ::: "memory");
-#endif
-}
 
 static bool is_over(const struct pc_waiter *waiter) {
     if (waiter->op != NULL)
@@ -73,7 +58,7 @@ void pc_drive_ring(struct pc_drive *drive) {
         return;
     eventfd_write(is_background(drive, drive->driver) ? drive->background_bell : drive->bell, 1);
 #ifdef PC_DRIVE_CHECKED
-    drive->rung_ns = pc_drive_now_ns();
+    drive->rung_ns = pc_now_ns();
 #endif
 }
 
@@ -178,7 +163,7 @@ static void yield(struct pc_drive *drive, uint64_t now) {
     pc_lock_give(&drive->lock);
     sched_yield();
     pc_lock_take(&drive->lock);
-    if (pc_drive_now_ns() - now > LONG_YIELD_NS)
+    if (pc_now_ns() - now > LONG_YIELD_NS)
         drive->crowded = CROWDED_WAITS;
 }
 
@@ -264,7 +249,7 @@ static enum pc_waited sleep_once(struct pc_drive *drive, struct pc_waiter *me, u
     drive->asleep = true;
     PC_DRIVE_COUNT(drive, sleeps);
 #ifdef PC_DRIVE_CHECKED
-    uint64_t started = pc_drive_now_ns();
+    uint64_t started = pc_now_ns();
 #endif
     int count = sleep_on(drive, background, timeout_ms, events, 8);
     eventfd_t rings;
@@ -307,10 +292,10 @@ enum pc_waited pc_drive_turns(struct pc_drive *drive, struct pc_waiter *me) {
                 continue;
         } else if (spins > 0 && me->deadline_ns != 0) {
             spins--;
-            pause_a_moment();
+            pc_relax();
             continue;
         }
-        now = pc_drive_now_ns();
+        now = pc_now_ns();
         waited = time_is_up(me, now);
         if (waited != GO_ON)
             return waited;
@@ -349,7 +334,7 @@ static bool take_over(struct pc_drive *drive, struct pc_waiter *me) {
 static enum pc_waited rest(struct pc_drive *drive, struct pc_waiter *me) {
     if (me->deadline_ns == 0)
         return PC_WAITED_DEADLINE;
-    uint64_t now = pc_drive_now_ns();
+    uint64_t now = pc_now_ns();
     enum pc_waited waited = time_is_up(me, now);
     if (waited != GO_ON)
         return waited;

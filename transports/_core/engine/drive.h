@@ -165,7 +165,6 @@ void pc_drive_posted(struct pc_drive *drive);
 /* So many more things are to be driven for though nobody may wait for them. */
 void pc_drive_pending(struct pc_drive *drive, int delta);
 
-uint64_t pc_drive_now_ns(void);
 /* A waiter has looked in vain for some time: from now on it counts. */
 static inline void pc_drive_tally(struct pc_drive *drive, struct pc_waiter *me, uint64_t now_ns) {
     if (me->is_tallied || drive->tally == NULL || me == &drive->background)
@@ -176,7 +175,7 @@ static inline void pc_drive_tally(struct pc_drive *drive, struct pc_waiter *me, 
 
 static inline void pc_drive_untally(struct pc_drive *drive, struct pc_waiter *me) {
     if (me->is_tallied)
-        pc_tally_end(drive->tally, pc_drive_now_ns());
+        pc_tally_end(drive->tally, pc_now_ns());
 }
 
 /* drive.c, for background.c */

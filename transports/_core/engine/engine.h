@@ -14,6 +14,7 @@
 #define PC_ENGINE_H
 
 #include "address.h"
+#include "base/core.h"
 #include "link.h"
 #include "match.h"
 #include "host/noted.h"
@@ -216,7 +217,6 @@ struct pc_engine {
     void *owner;
     struct pc_tally *tally; /* what it has done; NULL when it is opened: it is to have its own */
     struct pc_notes *notes; /* of what it has called last; NULL: nobody reads them */
-    uint64_t (*now_ns)(void); /* CLOCK_MONOTONIC, for these */
 
     int *gone; /* by peer: a status; 0: it is there */
     /* to which messages of other kinds belong, and their sends: nothing is matched there */

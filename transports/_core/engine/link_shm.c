@@ -575,13 +575,11 @@ static void bye(void *owner, int peer) {
 }
 static void lost(void *owner, int peer) { lose(owner, peer, true); }
 
-/* The memory is that of the engine's callers, and the lock stays held while it is copied. */
+/* The memory is that of the engine's callers. */
 static void release(void *owner, void *memory) { (void)owner, (void)memory; }
-static void stay(void *owner) { (void)owner; }
 
-static const struct pc_channel_up shm_up = {arrived,   arrived_in_block, offered,   sent,
-                                            cancelled, received,         withdrawn, bye,
-                                            lost,      release,          stay,      stay,
+static const struct pc_channel_up shm_up = {arrived,  arrived_in_block, offered, sent, cancelled,
+                                            received, withdrawn,        bye,     lost, release,
                                             pushed};
 
 /* --- the direct way --------------------------------------------------------------------------- */
@@ -677,7 +675,7 @@ static uint64_t shm_ready_ns(struct pc_source *source) {
     if (!pc_channel_ready(&shm->channel))
         shm->ready_ns = 0;
     else if (shm->ready_ns == 0)
-        shm->ready_ns = pc_drive_now_ns();
+        shm->ready_ns = pc_now_ns();
     return shm->ready_ns;
 }
 static const struct pc_source_ops source_ops = {shm_progress, shm_sleep, shm_awake, shm_ready_ns};

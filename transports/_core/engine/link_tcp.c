@@ -228,7 +228,7 @@ static void queue(struct pc_link_tcp *self, struct pc_link_tcp_event *event) {
         return;
 #ifdef PC_DRIVE_CHECKED
     if (self->events.next == &self->events)
-        self->queued_ns = pc_drive_now_ns();
+        self->queued_ns = pc_now_ns();
 #endif
     append(&self->events, event);
     if (!self->progressing && self->posted != NULL)
@@ -344,13 +344,11 @@ static void watched(void *owner) {
     self->is_watched = self->tcp.has_unhandled = true;
 }
 
-/* What owns memory is freed when it was told, and the lock stays held. */
+/* What owns memory is freed when it was told. */
 static void release_memory(void *owner, void *memory) { (void)owner, (void)memory; }
-static void keep_lock(void *owner) { (void)owner; }
 
-static const struct pc_tcp_up up = {arrived,   offered,   pushed, sent,    received,
-                                    cancelled, bye,       lost,   watched, release_memory,
-                                    keep_lock, keep_lock, kept};
+static const struct pc_tcp_up up = {arrived, offered, pushed,  sent,           received, cancelled,
+                                    bye,     lost,    watched, release_memory, kept};
 
 /* --- telling ---------------------------------------------------------------------------------- */
 

@@ -1,6 +1,7 @@
 /* Links over TCP: their life, and what their user asks for. See tcp.h; tcp_write.c and tcp_read.c
    move the bytes. */
 #include "tcp.h"
+#include "base/core.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -10,7 +11,6 @@
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <linux/sockios.h>
 #include <unistd.h>
 
@@ -419,20 +419,11 @@ static bool look(struct pc_tcp *tcp) {
     return worked || count > 0;
 }
 
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 /* Wait for a moment until there is something to do. */
 static bool wait_a_moment(struct pc_tcp *tcp) {
     struct pollfd here = {.fd = tcp->epoll, .events = POLLIN};
     struct timespec moment = {.tv_nsec = PC_TCP_MOMENT_NS};
-    tcp->up->leave(tcp->owner);
-    int count = ppoll(&here, 1, &moment, NULL);
-    tcp->up->enter(tcp->owner);
-    return count > 0;
+    return ppoll(&here, 1, &moment, NULL) > 0;
 }
 
 bool pc_tcp_progress(struct pc_tcp *tcp) {
@@ -443,7 +434,7 @@ bool pc_tcp_progress(struct pc_tcp *tcp) {
     /* While much of large payloads moves, and nobody needs to be told of anything, the way back to
        the caller and from there would take longer than the next part. */
     for (uint64_t start = 0; tcp->moved >= PC_TCP_LONG && !tcp->has_unhandled && !tcp->closing;) {
-        uint64_t now = now_ns();
+        uint64_t now = pc_now_ns();
         start = start == 0 ? now : start;
         if (now - start > PC_TCP_AT_ONCE_NS || !wait_a_moment(tcp))
             break;

@@ -12,9 +12,7 @@
    order. Fragments are pulled by whichever lane has nothing else to write, so that a slow one takes
    fewer.
 
-   Nothing here locks: the caller does, for everything. While a long read or write is done by the
-   kernel `leave` has been called, and `enter` when it is over; nobody else may come here in
-   between. */
+   Nothing here locks: the caller does, for everything. */
 #ifndef PC_TCP_H
 #define PC_TCP_H
 
@@ -37,7 +35,7 @@
 #endif
 #define PC_TCP_LANES 16
 
-/* Reads and writes from so many bytes on are done without what `leave` gives up. */
+/* While so many bytes and more move, progress goes on. */
 #ifndef PC_TCP_LONG
 #define PC_TCP_LONG ((size_t)64 << 10)
 #endif
@@ -162,8 +160,6 @@ struct pc_tcp_up {
     void (*lost)(void *owner, int peer, const char *why);
     void (*watched)(void *owner); /* what `pc_tcp_watch` was given is readable */
     void (*release)(void *owner, void *memory); /* the owner of memory that is used no more */
-    void (*leave)(void *owner);
-    void (*enter)(void *owner);
     /* What was pushed and has no place is all here, in `spare`. NULL: nobody asks. */
     void (*kept)(void *owner, uint64_t handle);
 };

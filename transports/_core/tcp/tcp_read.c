@@ -241,13 +241,8 @@ void pc_tcp_read(struct pc_tcp *tcp, int number, int index) {
         if (direct == lane->rest || to == NULL)
             pieces[num_pieces++] =
                 (struct iovec){lane->buffer + lane->end, tcp->buffer_nbytes - lane->end};
-        bool is_long = direct >= PC_TCP_LONG;
-        if (is_long)
-            tcp->up->leave(tcp->owner);
         ssize_t nbytes = readv(lane->fd, pieces, num_pieces);
         int error = errno;
-        if (is_long)
-            tcp->up->enter(tcp->owner);
         if (nbytes < 0 && error == EINTR)
             continue;
         if (nbytes < 0 && error == EAGAIN)

@@ -329,13 +329,8 @@ void pc_tcp_write(struct pc_tcp *tcp, int number, int index) {
         size_t nbytes;
         struct msghdr message = {.msg_iov = pieces,
                                  .msg_iovlen = collect(lane->first, pieces, &nbytes)};
-        bool is_long = nbytes >= PC_TCP_LONG;
-        if (is_long)
-            tcp->up->leave(tcp->owner);
         ssize_t written = sendmsg(lane->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
         int error = errno;
-        if (is_long)
-            tcp->up->enter(tcp->owner);
         if (written < 0 && error == EINTR)
             continue;
         if (written < 0 && error != EAGAIN && error != EPIPE && error != ECONNRESET &&
@@ -353,7 +348,7 @@ void pc_tcp_write(struct pc_tcp *tcp, int number, int index) {
         lane->full = written < 0 || (size_t)written < nbytes;
         if (written > 0)
             advance(tcp, lane, (size_t)written);
-        if (is_long && written > 0)
+        if (nbytes >= PC_TCP_LONG && written > 0)
             tcp->moved += (size_t)written;
         budget -= written > 0 && (size_t)written < budget ? (size_t)written : budget;
     }
