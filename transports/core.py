@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 REFUSED, TAKEN_BACK, NO_VALUE = -100001, -100003, -100004
 """The status of a receive whose message does not fit, or was taken back; of a wrong algorithm."""
 
-ARRIVED, HELD, ENDED, REQUEST, _, _, _, ASKED, FINISHED, LOST, WANTED, WATCHED = range(12)
+ARRIVED, HELD, ENDED, STARTED, _, _, ASKED, FINISHED, LOST, WANTED, WATCHED = range(11)
 """Events, numbered as in _core/python/engine/engine_type.h."""
 
 BUFFER, MAY_PUSH, OFFER = range(3)
@@ -256,7 +256,7 @@ class CoreTransport(Transport):
 
     def _order(self) -> None:
         if not self.hold(self.outside.pump):
-            self.core.tell_more()
+            self.core.post_work()
 
     def _stop(self, number: int) -> None:
         self.hold(lambda: self.outside.ask_committed(number))
@@ -357,7 +357,7 @@ class CoreTransport(Transport):
                 owner = self._owners.get(event[0])
                 if owner is not None:
                     owner.held()
-            elif kind == REQUEST:
+            elif kind == STARTED:
                 event[0]._ended()
             elif kind == ASKED:
                 event[0]._asked()

@@ -100,7 +100,7 @@ class Links:
                 else:
                     self._awake()
             else:
-                self._core.tell_more()
+                self._core.post_work()
         finally:
             self._pumping = False
         self._core.tell_lag(any([transport.is_behind for transport in self._started]))
@@ -273,7 +273,7 @@ class Links:
     def hear(self, peer: int, note: bytes) -> None:
         """Hand over a note that has come."""
         self.peers[peer].hear(peer, note)
-        self._core.tell_more()
+        self._core.post_work()
 
     # --- memory elsewhere ------------------------------------------------------------------
 

@@ -97,4 +97,4 @@ def wait(what: str, pending: list[Any], needed: int, seconds: float) -> bool:
             return True
 
 
-_IN_CORE = (_core.Request, _core.Both, _core.Persistent, _core.Collective)
+_IN_CORE = (_core.Started, _core.Persistent)

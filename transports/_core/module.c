@@ -5,7 +5,6 @@
 #include "python/host/host_type.h"
 #include "python/arguments/memory.h"
 
-extern PyType_Spec pc_guard_spec;
 void pc_guard_init(void);
 PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *pc_reduce_level_py(PyObject *module, PyObject *level);
@@ -22,68 +21,67 @@ PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count)
 PyObject *pc_take(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pc_claim_request(PyObject *module, PyObject *request);
 
-/* The type, which the module keeps by that name; NULL with an exception. */
-static PyTypeObject *make_type_as(PyObject *module, const char *name, PyType_Spec *spec) {
-    PyObject *type = PyType_FromSpec(spec);
+PyTypeObject *pc_engine_type, *pc_context_type, *pc_send_type, *pc_receive_type, *pc_piece_type,
+    *pc_scratch_type, *pc_started_type, *pc_request_type, *pc_both_type, *pc_persistent_type,
+    *pc_plan_type, *pc_table_type, *pc_memory_type, *pc_collective_type, *pc_comm_type;
+
+extern PyType_Spec pc_guard_spec, pc_engine_spec, pc_parker_spec, pc_context_spec, pc_send_spec,
+    pc_receive_spec, pc_piece_spec, pc_scratch_spec, pc_started_spec, pc_request_spec, pc_both_spec,
+    pc_persistent_spec, pc_several_spec, pc_messages_spec, pc_plan_spec, pc_table_spec,
+    pc_memory_spec, pc_composed_spec, pc_collective_spec, pc_collectives_spec;
+
+/* The types, each behind its base. */
+static const struct {
+    const char *name; /* NULL: as its spec says */
+    PyType_Spec *spec;
+    PyTypeObject **type, **base; /* NULL: nobody asks for it; it has none */
+} types[] = {
+    {NULL, &pc_host_spec, NULL, NULL},
+    {NULL, &pc_guard_spec, NULL, NULL},
+    {NULL, &pc_engine_spec, &pc_engine_type, NULL},
+    {NULL, &pc_parker_spec, NULL, NULL},
+    {NULL, &pc_context_spec, &pc_context_type, NULL},
+    {NULL, &pc_send_spec, &pc_send_type, NULL},
+    {NULL, &pc_receive_spec, &pc_receive_type, NULL},
+    {NULL, &pc_piece_spec, &pc_piece_type, NULL},
+    {NULL, &pc_scratch_spec, &pc_scratch_type, NULL},
+    {NULL, &pc_started_spec, &pc_started_type, NULL},
+    {NULL, &pc_request_spec, &pc_request_type, &pc_started_type},
+    {NULL, &pc_both_spec, &pc_both_type, &pc_started_type},
+    {NULL, &pc_persistent_spec, &pc_persistent_type, NULL},
+    {NULL, &pc_several_spec, NULL, NULL},
+    {"Messages", &pc_messages_spec, NULL, NULL},
+    {NULL, &pc_plan_spec, &pc_plan_type, NULL},
+    {NULL, &pc_table_spec, &pc_table_type, NULL},
+    {NULL, &pc_memory_spec, &pc_memory_type, NULL},
+    {NULL, &pc_composed_spec, NULL, NULL},
+    {NULL, &pc_collective_spec, &pc_collective_type, &pc_started_type},
+    {"Collectives", &pc_collectives_spec, NULL, NULL},
+};
+
+/* Make a type, which the module keeps by its name. 0; -1 with an exception. */
+static int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTypeObject *base,
+                    PyTypeObject **made) {
+    PyObject *type = PyType_FromSpecWithBases(spec, (PyObject *)base);
     if (type == NULL)
-        return NULL;
-    int status = PyModule_AddObjectRef(module, name, type);
-    Py_DECREF(type);
-    return status == 0 ? (PyTypeObject *)type : NULL;
-}
-
-static PyTypeObject *make_type(PyObject *module, PyType_Spec *spec) {
-    return make_type_as(module, strrchr(spec->name, '.') + 1, spec);
-}
-
-static int add_engine_types(PyObject *module, PyTypeObject *comm) {
-    PyTypeObject *engine = make_type(module, &pc_engine_spec),
-                 *send = make_type(module, &pc_send_spec),
-                 *receive = make_type(module, &pc_receive_spec),
-                 *context = make_type(module, &pc_context_spec),
-                 *request = make_type(module, &pc_request_spec),
-                 *plan = make_type(module, &pc_plan_spec),
-                 *call = make_type(module, &pc_collective_spec),
-                 *table = make_type(module, &pc_table_spec),
-                 *piece = make_type(module, &pc_piece_spec),
-                 *memory = make_type(module, &pc_memory_spec),
-                 *scratch = make_type(module, &pc_scratch_spec),
-                 *persistent = make_type(module, &pc_persistent_spec),
-                 *both = make_type(module, &pc_both_spec);
-    if (engine == NULL || send == NULL || receive == NULL || context == NULL || request == NULL ||
-        plan == NULL || call == NULL || table == NULL || piece == NULL || memory == NULL ||
-        scratch == NULL || persistent == NULL || both == NULL)
         return -1;
-    pc_parker_types(engine);
-    pc_send_types(send);
-    pc_item_types(receive);
-    pc_context_types(engine, context);
-    pc_piece_type(piece);
-    pc_memory_type(memory);
-    pc_scratch_type(scratch);
-    pc_persistent_type(persistent);
-    pc_both_type(both);
-    pc_collective_types(call);
-    pc_composed_types(table);
-    pc_collectives_types(plan, call, comm);
-    pc_request_types(request);
-    pc_messages_types(context);
-    bool made = make_type(module, &pc_parker_spec) != NULL &&
-                make_type_as(module, "Messages", &pc_messages_spec) != NULL &&
-                make_type_as(module, "Collectives", &pc_collectives_spec) != NULL &&
-                make_type(module, &pc_composed_spec) != NULL &&
-                make_type(module, &pc_several_spec) != NULL;
-    return made ? 0 : -1;
+    int status =
+        PyModule_AddObjectRef(module, name != NULL ? name : strrchr(spec->name, '.') + 1, type);
+    if (made != NULL)
+        *made = (PyTypeObject *)type;
+    Py_DECREF(type);
+    return status;
 }
 
 static int execute(PyObject *module) {
     pc_shared_init();
     pc_guard_init();
-    PyTypeObject *comm = make_type(module, pc_comm_spec());
-    bool made = comm != NULL &&
-                make_type(module, &pc_host_spec) != NULL &&
-                make_type(module, &pc_guard_spec) != NULL;
-    return made ? add_engine_types(module, comm) : -1;
+    int status = add_type(module, NULL, pc_comm_spec(), NULL, &pc_comm_type);
+    for (size_t index = 0; status == 0 && index < sizeof types / sizeof *types; index++)
+        status = add_type(module, types[index].name, types[index].spec,
+                          types[index].base != NULL ? *types[index].base : NULL,
+                          types[index].type);
+    return status;
 }
 
 static PyMethodDef methods[] = {

@@ -148,8 +148,7 @@ PyObject *pc_call_method(PyObject *methods, const char *name, PyObject *const *a
 }
 
 /* add_dtype(dtype, code): arrays of this dtype object hold elements of that type. */
-PyObject *pc_add_dtype(PyObject *module, PyObject *args) {
-    (void)module;
+PyObject *pc_add_dtype(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *dtype;
     int code;
     if (!PyArg_ParseTuple(args, "Oi", &dtype, &code))
@@ -169,8 +168,7 @@ PyObject *pc_add_dtype(PyObject *module, PyObject *args) {
 /* use_numpy(numpy.empty, sample, address, read_only) -> bool: whether arrays can be looked at.
    `sample` is a C-contiguous, writeable array of shape (2, 3) at `address`, `read_only` the same as
    a read-only view with its axes swapped. */
-PyObject *pc_use_numpy(PyObject *module, PyObject *args) {
-    (void)module;
+PyObject *pc_use_numpy(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *function, *sample, *swapped;
     unsigned long long address;
     if (!PyArg_ParseTuple(args, "OOKO", &function, &sample, &address, &swapped))

@@ -332,9 +332,8 @@ void pc_raise_int_error(PyObject *text, PyObject *which) {
     Py_XDECREF(said);
 }
 
-PyObject *pc_int_error_text(PyObject *module, PyObject *args) {
+PyObject *pc_int_error_text(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *text, *which;
-    (void)module;
     if (!PyArg_ParseTuple(args, "UO", &text, &which))
         return NULL;
     return int_error_text(text, which != Py_None ? which : NULL);
@@ -550,9 +549,8 @@ static const struct dl_exchange *exchange_of(PyTypeObject *type) {
 /* add_library(kind, sample, tell, keep) -> bool: arrays of the sample's type are looked at, if they
    can be. `kind`: memoryview, array, or that of a library with DLPack; for the last two see
    struct pc_library. */
-PyObject *pc_add_library(PyObject *module, PyObject *args) {
+PyObject *pc_add_library(PyObject *Py_UNUSED(module), PyObject *args) {
     static const char *const kinds[] = {"memoryview", "array", "torch"};
-    (void)module;
     const char *kind;
     PyObject *sample, *tell, *keep;
     if (!PyArg_ParseTuple(args, "sOOO", &kind, &sample, &tell, &keep))

@@ -84,8 +84,7 @@ static int reduce_sequence(pc_reduce_fn reduce, int dtype, PyObject *target, PyO
 }
 
 /* reduce(op, dtype, out, inputs, divisor=1) */
-PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-    (void)module;
+PyObject *pc_reduce_py(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 4 && nargs != 5)
         return PyErr_Format(PyExc_TypeError, "reduce() takes 4 or 5 arguments, not %zd", nargs);
     long op = PyLong_AsLong(args[0]), dtype = PyLong_AsLong(args[1]);
@@ -104,8 +103,7 @@ PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs
 }
 
 /* convert(narrows, dtype, out, in) */
-PyObject *pc_convert_py(PyObject *module, PyObject *args) {
-    (void)module;
+PyObject *pc_convert_py(PyObject *Py_UNUSED(module), PyObject *args) {
     int narrows, dtype;
     Py_buffer out, in;
     if (!PyArg_ParseTuple(args, "piw*y*", &narrows, &dtype, &out, &in))
@@ -148,16 +146,15 @@ static PyObject *call_with_floats(uint64_t control, PyObject *const *args, Py_ss
 }
 
 /* with_default_floats(function, *arguments) -> what it returns */
-PyObject *pc_with_default_floats(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-    (void)module;
+PyObject *pc_with_default_floats(PyObject *Py_UNUSED(module), PyObject *const *args,
+                                 Py_ssize_t nargs) {
     if (nargs < 1)
         return PyErr_Format(PyExc_TypeError, "with_default_floats() takes a function");
     return call_with_floats(PC_DEFAULT_FLOATS, args, nargs);
 }
 
 /* with_floats(control, function, *arguments) -> what it returns */
-PyObject *pc_with_floats(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-    (void)module;
+PyObject *pc_with_floats(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs) {
     if (nargs < 2)
         return PyErr_Format(PyExc_TypeError, "with_floats() takes an environment and a function");
     unsigned long long control = PyLong_AsUnsignedLongLong(args[0]);
@@ -167,15 +164,12 @@ PyObject *pc_with_floats(PyObject *module, PyObject *const *args, Py_ssize_t nar
 }
 
 /* float_control() -> this thread's environment, for with_floats */
-PyObject *pc_float_control(PyObject *module, PyObject *unused) {
-    (void)module;
-    (void)unused;
+PyObject *pc_float_control(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
     return PyLong_FromUnsignedLongLong(pc_read_float_control() & PC_FLOAT_CONTROL);
 }
 
 /* reduce_level(level) -> the level in force, or -1 */
-PyObject *pc_reduce_level_py(PyObject *module, PyObject *level) {
-    (void)module;
+PyObject *pc_reduce_level_py(PyObject *Py_UNUSED(module), PyObject *level) {
     long number = PyLong_AsLong(level);
     if (number == -1 && PyErr_Occurred())
         return NULL;

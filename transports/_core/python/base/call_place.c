@@ -64,8 +64,7 @@ static _Thread_local char made_at[PC_MOST_PLACE_NBYTES];
 static _Thread_local size_t made_at_nbytes;
 
 /* set_made_at(text): this thread's calls were made there; "": where it makes them */
-PyObject *pc_set_made_at(PyObject *module, PyObject *text) {
-    (void)module;
+PyObject *pc_set_made_at(PyObject *Py_UNUSED(module), PyObject *text) {
     Py_ssize_t nbytes;
     const char *place = PyUnicode_AsUTF8AndSize(text, &nbytes);
     if (place == NULL)

@@ -19,23 +19,20 @@ void pc_guard_init(void) {
     undo_name = PyUnicode_InternFromString("undo");
 }
 
-static PyObject *guard_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *guard_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *owner;
-    (void)kwargs;
     if (!PyArg_ParseTuple(args, "O", &owner))
         return NULL;
-    pc_guard *guard = (pc_guard *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    pc_guard *guard = pc_new(type);
     if (guard != NULL)
         guard->owner = Py_NewRef(owner);
     return (PyObject *)guard;
 }
 
 static void guard_dealloc(pc_guard *guard) {
-    PyTypeObject *type = Py_TYPE((PyObject *)guard);
     Py_XDECREF(guard->owner);
     Py_XDECREF(guard->inside);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(guard);
-    Py_DECREF(type);
+    pc_free(guard);
 }
 
 /* `done` is what a call has returned; NULL: it has raised. What `undo` raises takes the place of
@@ -56,8 +53,7 @@ static PyObject *undo(pc_guard *guard, PyObject *done) {
     return NULL;
 }
 
-static PyObject *guard_enter(pc_guard *guard, PyObject *unused) {
-    (void)unused;
+static PyObject *guard_enter(pc_guard *guard, PyObject *Py_UNUSED(unused)) {
     Py_XDECREF(guard->inside);
     guard->inside = PyObject_CallMethodObjArgs(guard->owner, is_inside_name, NULL);
     if (guard->inside == NULL)
@@ -66,8 +62,7 @@ static PyObject *guard_enter(pc_guard *guard, PyObject *unused) {
     return done != NULL ? done : undo(guard, NULL);
 }
 
-static PyObject *guard_exit(pc_guard *guard, PyObject *args) {
-    (void)args;
+static PyObject *guard_exit(pc_guard *guard, PyObject *Py_UNUSED(args)) {
     return undo(guard, PyObject_CallMethodObjArgs(guard->owner, leave_name, NULL));
 }
 

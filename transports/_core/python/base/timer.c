@@ -4,15 +4,12 @@
 #include <errno.h>
 #include <sys/timerfd.h>
 
-PyObject *pc_timer_open(PyObject *module, PyObject *unused) {
-    (void)module;
-    (void)unused;
+PyObject *pc_timer_open(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
     int descriptor = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
     return descriptor < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(descriptor);
 }
 
-PyObject *pc_timer_set(PyObject *module, PyObject *args) {
-    (void)module;
+PyObject *pc_timer_set(PyObject *Py_UNUSED(module), PyObject *args) {
     int descriptor;
     unsigned long long nanoseconds;
     if (!PyArg_ParseTuple(args, "iK", &descriptor, &nanoseconds))

@@ -1,5 +1,5 @@
 /* What the files of collectives over the message engine share: `pc_plan`, what is known of a call
-   before it is made; `struct pc_started`, one that is under way; `pc_collectives`, those of one
+   before it is made; `struct pc_running`, one that is under way; `pc_collectives`, those of one
    communicator.
 
    What is a contiguous array in host memory, of a plain dtype, is done here, by the plan of an
@@ -12,7 +12,7 @@
 #define PC_COLLECTIVE_H
 
 #include "python/arguments/arrays.h"
-#include "python/engine/engine_type.h"
+#include "python/engine/started.h"
 #include "python/exchange/comm.h"
 #include "python/arguments/kinds.h"
 #include "python/base/call_place.h"
@@ -71,16 +71,10 @@ struct pc_plan_entry;
 
 /* The collectives of one communicator. */
 typedef struct {
-    PyObject_HEAD
-    pc_context_object *context;
-    pc_engine_object *engine;
+    PC_METHODS_HEAD
     int size, rank;
-    PyObject *owner;   /* kept for Python */
-    PyObject *type;    /* of calls under way */
     PyObject *planner; /* asked for plans */
     PyObject *finish;  /* waits for a call that takes long: (call, seconds) */
-    /* returns the Python method of a name, to which goes what is not done here */
-    PyObject *slow;
     pc_comm *comm;    /* where blocking calls go first; NULL: nowhere */
     unsigned allowed; /* a bit a method: it may go there */
     uint64_t generation;
@@ -89,12 +83,9 @@ typedef struct {
 } pc_collectives;
 
 /* A call under way. */
-struct pc_started {
-    PyObject_HEAD
-    pc_collectives *collectives;
+struct pc_running {
+    PC_STARTED_HEAD(pc_collectives, collectives)
     pc_plan *plan;
-    struct pc_op op;
-    struct pc_event event;
     struct pc_context *context; /* from its launch to its end: it may be closed meanwhile */
     struct pc_called *call;
     uint64_t number;
@@ -111,19 +102,16 @@ struct pc_started {
     size_t announcement_nbytes;
     struct pc_chunk_place announcement_place;
     bool is_held; /* Python must see the announcement */
-    bool is_reporting; /* its event was taken out of the queue, and is being told */
     int kind, root;
     PyObject *algorithm; /* an interned string: that name is found at no other place; or NULL */
-    char is_blocking, collected;
-    bool is_launched, is_pending, is_watched, under_way;
+    bool is_launched;
     int status, from;
     size_t came, expected;
-    struct pc_started *next; /* of those that have ended */
 };
 
 /* collectives_type.c: let calls like this one, which were made without an array off root, go by
    that plan. 0; -1 with an exception. */
-int pc_collectives_expect(pc_collectives *self, const struct pc_started *like, PyObject *plan);
+int pc_collectives_expect(pc_collectives *self, const struct pc_running *like, PyObject *plan);
 /* plan_type.c: plans of an earlier generation than this are not used. */
 uint64_t pc_plans_generation(void);
 
@@ -131,7 +119,7 @@ uint64_t pc_plans_generation(void);
 struct pc_collective_call {
     int kind, root;
     bool is_blocking;
-    PyObject *algorithm;  /* its name, as `pc_started` has it; or NULL */
+    PyObject *algorithm;  /* its name, as `pc_running` has it; or NULL */
     PyObject *x, *result; /* borrowed, as the name is; x: or NULL */
     PyObject *source_keeper, *target_keeper; /* of the memory of these; or NULL */
     void *source, *target;
@@ -143,20 +131,19 @@ struct pc_collective_call {
 /* collective_run.c: start a call by its plan, which is None, or NULL, if it has none. NULL without
    an exception: it could not be, and Python says why. `source` and `target` are the memory of `x`
    and of `result`, which are kept. */
-struct pc_started *pc_collective_start(pc_collectives *self, PyObject *plan,
+struct pc_running *pc_collective_start(pc_collectives *self, PyObject *plan,
                                        const struct pc_collective_call *call);
 /* With the engine's lock: end a call that was held, with which Python has gone on. */
-void pc_collective_settle(struct pc_started *self, int status);
-/* With the engine's lock: give it up, if it is under way. */
-void pc_collective_give_up(struct pc_started *self);
+void pc_collective_settle(struct pc_running *self, int status);
 /* With the engine's lock: the ranks of the world for which it waits, some of them perhaps twice; at
    most `most`. */
-size_t pc_collective_awaited(const struct pc_started *self, int *ranks, size_t most);
+size_t pc_collective_awaited(const struct pc_running *self, int *ranks, size_t most);
+/* As of `struct pc_started_ops`. */
+bool pc_collective_give_up(struct pc_started *self);
+void pc_collective_let_go(struct pc_started *self);
 
-/* collective_type.c: wait for the call until then, or look once (0); whether it has ended. */
-bool pc_collective_wait(struct pc_started *self, uint64_t until_ns);
-/* The method `wait`. */
-PyObject *pc_collective_wait_method(struct pc_started *self, PyObject *const *args,
-                                    Py_ssize_t count, PyObject *keywords);
+/* collective_type.c */
+extern const struct pc_started_ops pc_collective_ops;
+extern PyTypeObject *pc_plan_type, *pc_table_type, *pc_memory_type, *pc_collective_type;
 
 #endif

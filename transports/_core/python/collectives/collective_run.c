@@ -7,8 +7,7 @@
 
 /* --- the end ---------------------------------------------------------------------------------- */
 
-static void end(struct pc_started *self) {
-    pc_engine_object *engine = self->collectives->engine;
+static void end(struct pc_running *self) {
     if (self->status == 0 || self->status == PC_UNFIT)
         pc_context_end(self->context, self->call);
     pc_context_let_go(self->context);
@@ -20,22 +19,10 @@ static void end(struct pc_started *self) {
         atomic_store_explicit(&self->op.done, 1, memory_order_relaxed);
         return;
     }
-    self->under_way = false;
-    if (self->is_pending)
-        pc_drive_pending(&engine->drive, -1);
-    if (self->is_reporting) {
-        /* who tells it lets it go */
-    } else if (self->is_watched || self->status != 0 || self->event.stands) {
-        self->event.kind = PC_EVENT_COLLECTIVE;
-        pc_engine_post(engine, &self->event); /* which keeps it alive */
-    } else {
-        self->next = engine->ended_collectives;
-        pc_engine_set(&engine->ended_collectives, self);
-    }
-    pc_op_end(&self->op, self->status);
+    pc_started_end((struct pc_started *)self, self->status, self->status != 0);
 }
 
-static void take_status(struct pc_started *self) {
+static void take_status(struct pc_running *self) {
     self->status = self->pipeline.status;
     self->from = self->pipeline.from;
     self->came = self->pipeline.came;
@@ -43,7 +30,7 @@ static void take_status(struct pc_started *self) {
 }
 
 static void pipeline_ended(struct pc_pipeline *pipeline) {
-    struct pc_started *self = pipeline->owner;
+    struct pc_running *self = pipeline->owner;
     take_status(self);
     end(self);
 }
@@ -51,13 +38,12 @@ static void pipeline_ended(struct pc_pipeline *pipeline) {
 /* --- what its root announces ------------------------------------------------------------------ */
 
 /* Have Python see the announcement. */
-static void hold(struct pc_started *self) {
+static void hold(struct pc_running *self) {
     self->is_held = true;
-    self->event.kind = PC_EVENT_COLLECTIVE;
     pc_engine_post(self->collectives->engine, &self->event);
 }
 
-static bool is_expected(const struct pc_started *self) {
+static bool is_expected(const struct pc_running *self) {
     const struct pc_announced *announced = &self->plan->announced;
     size_t inline_nbytes = announced->inline_nbytes > 0 ? (size_t)announced->inline_nbytes : 0;
     return announced->head != NULL &&
@@ -66,7 +52,7 @@ static bool is_expected(const struct pc_started *self) {
 }
 
 static void announcement_ended(struct pc_run *run) {
-    struct pc_started *self = run->owner;
+    struct pc_running *self = run->owner;
     const struct pc_announced *announced = &self->plan->announced;
     run->owner = NULL;
     if (run->status != 0) {
@@ -92,7 +78,7 @@ static void announcement_ended(struct pc_run *run) {
 }
 
 /* Send the announcement, or receive it and pass it on. */
-static void announce(struct pc_started *self) {
+static void announce(struct pc_running *self) {
     const struct pc_announced *announced = &self->plan->announced;
     bool is_root = announced->is_root;
     struct pc_run *run = self->pipeline.runs; /* no segment needs it yet */
@@ -118,7 +104,7 @@ static void announce(struct pc_started *self) {
 }
 
 /* Make its memory; that of the root holds it. False: there is none. */
-static bool prepare_announcement(struct pc_started *self) {
+static bool prepare_announcement(struct pc_running *self) {
     const struct pc_announced *announced = &self->plan->announced;
     size_t inline_nbytes = announced->inline_nbytes > 0 ? (size_t)announced->inline_nbytes : 0;
     self->announcement_nbytes =
@@ -133,72 +119,17 @@ static bool prepare_announcement(struct pc_started *self) {
     return true;
 }
 
-void pc_collective_settle(struct pc_started *self, int status) {
+void pc_collective_settle(struct pc_running *self, int status) {
     if (!self->under_way)
         return;
     self->status = status;
     end(self);
 }
 
-/* --- events ----------------------------------------------------------------------------------- */
-
-static void let_go(struct pc_started *self) {
-    Py_CLEAR(self->x);
-    Py_CLEAR(self->source_keeper);
-    Py_DECREF((PyObject *)self);
-}
-
-static void take_ended(pc_engine_object *engine, void *argument) {
-    struct pc_started **ended = argument;
-    *ended = engine->ended_collectives;
-    pc_engine_set(&engine->ended_collectives, NULL);
-}
-
-void pc_engine_let_go_collectives(pc_engine_object *engine) {
-    struct pc_started *ended = NULL;
-    if (!pc_engine_do(engine, take_ended, &ended))
-        take_ended(engine, &ended); /* it is closed: nobody else comes here */
-    while (ended != NULL) {
-        struct pc_started *self = ended;
-        ended = self->next;
-        let_go(self);
-    }
-}
-
-static struct pc_started *of_event(struct pc_event *event) {
-    return (struct pc_started *)((char *)event - offsetof(struct pc_started, event));
-}
-
-void pc_collective_event_taken(struct pc_event *event) { of_event(event)->is_reporting = true; }
-
-struct telling {
-    struct pc_started *started;
-    bool has_ended;
-};
-
-static void was_told(pc_engine_object *engine, void *argument) {
-    struct telling *telling = argument;
-    (void)engine;
-    telling->started->is_reporting = false;
-    telling->has_ended = !telling->started->under_way;
-}
-
-PyObject *pc_collective_event(pc_engine_object *engine, struct pc_event *event) {
-    struct pc_started *self = of_event(event);
-    /* for Python they are alike */
-    PyObject *answer = Py_BuildValue("iO", PC_EVENT_REQUEST, (PyObject *)self);
-    struct telling telling = {.started = self};
-    if (!pc_engine_do(engine, was_told, &telling))
-        was_told(engine, &telling); /* it is closed: nobody else comes here */
-    if (telling.has_ended)
-        let_go(self);
-    return answer;
-}
-
 /* --- beginning -------------------------------------------------------------------------------- */
 
 /* With the engine's lock. False: nothing has happened. */
-static bool launch(struct pc_started *self, const unsigned char *text, size_t text_nbytes) {
+static bool launch(struct pc_running *self, const unsigned char *text, size_t text_nbytes) {
     pc_engine_object *engine = self->collectives->engine;
     struct pc_context *context = self->collectives->context->context;
     if (context == NULL || context->broken != 0)
@@ -227,18 +158,16 @@ static bool launch(struct pc_started *self, const unsigned char *text, size_t te
     return true;
 }
 
-struct pc_started *pc_collective_start(pc_collectives *self, PyObject *given,
+struct pc_running *pc_collective_start(pc_collectives *self, PyObject *given,
                                        const struct pc_collective_call *call) {
     unsigned char few[512];
     if (given == NULL || given == Py_None)
         return NULL;
     pc_plan *plan = (pc_plan *)given;
-    PyTypeObject *type = (PyTypeObject *)self->type;
-    struct pc_started *started =
-        (struct pc_started *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    struct pc_running *started =
+        pc_started_new(self->type, &pc_collective_ops, self, call->is_blocking);
     if (started == NULL)
         return NULL;
-    started->collectives = (pc_collectives *)Py_NewRef((PyObject *)self);
     started->plan = (pc_plan *)Py_NewRef((PyObject *)plan);
     started->x = Py_XNewRef(call->x);
     started->result = Py_NewRef(call->result);
@@ -249,7 +178,6 @@ struct pc_started *pc_collective_start(pc_collectives *self, PyObject *given,
     started->kind = call->kind;
     started->root = call->root;
     started->algorithm = Py_XNewRef(call->algorithm);
-    started->is_blocking = call->is_blocking;
     started->number_dtype = call->number_dtype;
     started->reduction = call->op;
     if (call->number != NULL) { /* numbers are in the call itself */
@@ -288,8 +216,10 @@ struct pc_started *pc_collective_start(pc_collectives *self, PyObject *given,
             done = launch(started, text, text_nbytes);
             pc_engine_give(self->engine, &turn);
         }
-        if (!done || !started->is_launched)
-            let_go(started);
+        if (!done || !started->is_launched) {
+            pc_collective_let_go((struct pc_started *)started);
+            Py_DECREF((PyObject *)started);
+        }
     }
     if (text != few)
         free(text);
@@ -306,17 +236,25 @@ struct pc_started *pc_collective_start(pc_collectives *self, PyObject *given,
 
 /* --- what is asked of one that is under way --------------------------------------------------- */
 
-void pc_collective_give_up(struct pc_started *self) {
+bool pc_collective_give_up(struct pc_started *started) {
+    struct pc_running *self = (struct pc_running *)started;
     struct pc_engine *engine = &self->collectives->engine->engine;
     if (!self->under_way)
-        return;
+        return false;
     pc_engine_enter(engine);
     self->status = PC_CONTEXT_CLOSED; /* nobody asks why */
     pc_pipeline_cancel(&self->pipeline);
     end(self);
     pc_engine_leave(engine);
+    return true;
 }
 
-size_t pc_collective_awaited(const struct pc_started *self, int *ranks, size_t most) {
+void pc_collective_let_go(struct pc_started *started) {
+    struct pc_running *self = (struct pc_running *)started;
+    Py_CLEAR(self->x);
+    Py_CLEAR(self->source_keeper);
+}
+
+size_t pc_collective_awaited(const struct pc_running *self, int *ranks, size_t most) {
     return self->under_way ? pc_pipeline_awaited(&self->pipeline, ranks, most) : 0;
 }

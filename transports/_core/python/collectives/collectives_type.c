@@ -11,18 +11,10 @@
 #define PLANS 128
 #define PLANS_TOGETHER 4
 
-static PyTypeObject *plan_type, *collective_type, *comm_type;
-
-void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective, PyTypeObject *comm) {
-    plan_type = plan;
-    collective_type = collective;
-    comm_type = comm;
-}
-
 /* --- plans ------------------------------------------------------------------------------------ */
 
 struct plan_key {
-    PyObject *algorithm; /* as of `pc_started`; a kept key owns it */
+    PyObject *algorithm; /* as of `pc_running`; a kept key owns it */
     const struct pc_library *library;
     int format, kind, blocking, op, dtype, root, ndim; /* -1 dimensions: no array was passed */
     intptr_t dims[PC_PLAN_DIMS];
@@ -82,7 +74,7 @@ static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObj
                                            key->op, key->root, result, algorithm);
     if (plan == NULL)
         return NULL;
-    if (plan != Py_None && Py_TYPE(plan) != plan_type) {
+    if (plan != Py_None && Py_TYPE(plan) != pc_plan_type) {
         Py_DECREF(plan);
         PyErr_SetString(PyExc_TypeError, "that is no plan");
         return NULL;
@@ -91,9 +83,9 @@ static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObj
     return plan;
 }
 
-int pc_collectives_expect(pc_collectives *self, const struct pc_started *like, PyObject *plan) {
+int pc_collectives_expect(pc_collectives *self, const struct pc_running *like, PyObject *plan) {
     struct plan_key key;
-    if (Py_TYPE(plan) != plan_type) {
+    if (Py_TYPE(plan) != pc_plan_type) {
         PyErr_SetString(PyExc_TypeError, "that is no plan");
         return -1;
     }
@@ -109,13 +101,6 @@ int pc_collectives_expect(pc_collectives *self, const struct pc_started *like, P
 
 /* --- methods ---------------------------------------------------------------------------------- */
 
-static bool may_start(const pc_collectives *self) {
-    const pc_engine_object *engine = self->engine;
-    return PC_LIKELY(self->context->collectives_usable && !engine->python_busy) &&
-           atomic_load_explicit(&engine->drive.closed, memory_order_relaxed) == PC_DRIVE_OPEN &&
-           (engine->host == NULL || !pc_host_failed(engine->shm.channel.host));
-}
-
 static void name_array(struct plan_key *key, const struct pc_array *array) {
     /* which says what kind of array it is; an int is no array */
     if (pc_is_announced(key->kind) || pc_is_int(array)) {
@@ -129,7 +114,7 @@ static void name_array(struct plan_key *key, const struct pc_array *array) {
 }
 
 /* A call of which all is known but the plan. What may change its memory is kept from it. */
-static struct pc_started *start(pc_collectives *self, const struct plan_key *key, PyObject *x,
+static struct pc_running *start(pc_collectives *self, const struct plan_key *key, PyObject *x,
                                 PyObject *result, PyObject *plan, const struct pc_array *source,
                                 const struct pc_array *target, bool is_new) {
     bool is_number = pc_is_number(source), keeps = source->data != NULL && !is_number;
@@ -152,7 +137,7 @@ static struct pc_started *start(pc_collectives *self, const struct plan_key *key
         /* a barrier's chunks are empty, but somewhere */
         .source = key->kind != PC_BARRIER ? source->data : (void *)self,
         .target = target->data};
-    struct pc_started *started = NULL;
+    struct pc_running *started = NULL;
     if (target_keeper != NULL && (source_keeper != NULL || !keeps))
         started = pc_collective_start(self, plan, &call);
     Py_XDECREF(source_keeper);
@@ -161,7 +146,7 @@ static struct pc_started *start(pc_collectives *self, const struct plan_key *key
 }
 
 /* A call whose root announces what will come, on another rank. */
-static struct pc_started *begin_announced(pc_collectives *self, struct plan_key *key,
+static struct pc_running *begin_announced(pc_collectives *self, struct plan_key *key,
                                           PyObject **values) {
     /* where the result goes, if anybody says so */
     PyObject *place = values[key->kind == PC_BROADCAST ? X : OUT];
@@ -189,7 +174,7 @@ static struct pc_started *begin_announced(pc_collectives *self, struct plan_key 
         if (result != NULL && !pc_array_view(result, &out))
             Py_CLEAR(result);
     }
-    struct pc_started *started = NULL;
+    struct pc_running *started = NULL;
     if (result != NULL)
         started = start(self, key, place, result, plan, &none, &out, is_new);
     Py_XDECREF(result);
@@ -216,7 +201,7 @@ static bool find_value(pc_collectives *self, struct plan_key *key, PyObject **va
 }
 
 /* NULL without an exception: leave it to Python. */
-static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking,
+static struct pc_running *begin(pc_collectives *self, int kind, bool is_blocking,
                                 PyObject *algorithm, PyObject **values) {
     struct plan_key key;
     struct pc_array x = {0}, out = {0};
@@ -235,7 +220,7 @@ static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking
     PyObject *result = kind == PC_BROADCAST ? Py_NewRef(values[X])
                                             : result_for(self->size, self->rank, kind, values, &x,
                                                          key.root, &out);
-    struct pc_started *started = NULL;
+    struct pc_running *started = NULL;
     if (result != NULL) {
         /* numbers go by one plan, wherever the result goes */
         PyObject *plan = plan_of(self, &key, values, pc_is_number(&x) ? Py_None : result);
@@ -249,18 +234,19 @@ static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking
 }
 
 /* Wait for a blocking call, which is let go; what takes long goes on in Python. */
-static PyObject *finish(pc_collectives *self, struct pc_started *started, uint64_t timeout_ns) {
+static PyObject *finish(pc_collectives *self, struct pc_running *started, uint64_t timeout_ns) {
     PyObject *result = NULL, *finished = NULL;
+    struct pc_started *base = (struct pc_started *)started;
     if (!pc_op_is_done(&started->op)) {
         struct pc_patience patience = pc_patience(timeout_ns);
         PyObject *left = NULL;
-        if (!pc_collective_wait(started, patience.until_ns) &&
+        if (pc_collective_ops.wait(base, patience.until_ns) == 0 &&
             (left = pc_patience_left(&patience)) != NULL)
             finished = PyObject_CallFunctionObjArgs(self->finish, (PyObject *)started, left, NULL);
         Py_XDECREF(left);
     }
     if (finished != NULL || !PyErr_Occurred())
-        result = pc_collective_result((PyObject *)started);
+        result = pc_collective_ops.result(base);
     Py_XDECREF(finished);
     Py_DECREF((PyObject *)started);
     return result;
@@ -269,7 +255,7 @@ static PyObject *finish(pc_collectives *self, struct pc_started *started, uint64
 /* NULL without an exception: leave it to Python. */
 static PyObject *by_messages(pc_collectives *self, int kind, bool is_blocking, PyObject **values) {
     uint64_t timeout_ns;
-    if (!may_start(self) ||
+    if (!pc_may_start((struct pc_methods *)self, self->context->collectives_usable) ||
         !pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) ||
         (!is_blocking && values[TIMEOUT] != NULL) ||
         (!is_none(values[ALGORITHM]) && !PyUnicode_CheckExact(values[ALGORITHM])))
@@ -277,7 +263,7 @@ static PyObject *by_messages(pc_collectives *self, int kind, bool is_blocking, P
     PyObject *algorithm = !is_none(values[ALGORITHM]) ? Py_NewRef(values[ALGORITHM]) : NULL;
     if (algorithm != NULL)
         PyUnicode_InternInPlace(&algorithm);
-    struct pc_started *started = begin(self, kind, is_blocking, algorithm, values);
+    struct pc_running *started = begin(self, kind, is_blocking, algorithm, values);
     Py_XDECREF(algorithm);
     if (started == NULL || !is_blocking)
         return (PyObject *)started;
@@ -306,23 +292,21 @@ static inline PyObject *collective(pc_collectives *self, const char *name, int k
     return result;
 }
 
-static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *context, *owner, *call, *planner, *finish, *slow, *comm;
     int size, rank;
     unsigned allowed;
-    (void)kwargs;
     if (!PyArg_ParseTuple(args, "OiiOOOOOOI", &context, &size, &rank, &owner, &call, &planner,
                           &finish, &slow, &comm, &allowed))
         return NULL;
     if (!PyObject_TypeCheck(context, pc_context_type) || !PyType_Check(call) ||
-        !PyType_IsSubtype((PyTypeObject *)call, collective_type) ||
-        (comm != Py_None && !PyObject_TypeCheck(comm, comm_type))) {
+        !PyType_IsSubtype((PyTypeObject *)call, pc_collective_type) ||
+        (comm != Py_None && !PyObject_TypeCheck(comm, pc_comm_type))) {
         PyErr_SetString(PyExc_TypeError, "arguments are context, size, rank, owner, type, planner, "
                                          "finish, slow, comm, allowed");
         return NULL;
     }
-    pc_collectives *self =
-        (pc_collectives *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    pc_collectives *self = pc_new(type);
     if (self == NULL)
         return NULL;
     self->context = (pc_context_object *)Py_NewRef(context);
@@ -363,7 +347,6 @@ static int collectives_clear(pc_collectives *self) {
 }
 
 static void collectives_dealloc(pc_collectives *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     PyObject_GC_UnTrack(self);
     collectives_clear(self);
     forget_plans(self);
@@ -371,8 +354,7 @@ static void collectives_dealloc(pc_collectives *self) {
     Py_XDECREF((PyObject *)self->context);
     Py_XDECREF((PyObject *)self->comm);
     Py_XDECREF(self->type);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    pc_free(self);
 }
 
 #define WAITED(name, kind)                                                                       \

@@ -16,23 +16,22 @@ typedef struct {
     size_t nbytes;
 } pc_memory;
 
-static PyTypeObject *memory_type;
-
-void pc_memory_type(PyTypeObject *memory) { memory_type = memory; }
-
-static void give_scratch(pc_engine_object *engine, void *memory) {
-    pc_engine_give_scratch(&engine->engine, memory);
-}
-
 static void let_go(pc_engine_object *engine, void *memory) {
-    if (memory != NULL && !pc_engine_do(engine, give_scratch, memory))
+    struct pc_turn turn;
+    if (memory == NULL)
+        return;
+    if (pc_engine_take(engine, &turn))
+        pc_engine_give_scratch(&engine->engine, memory);
+    else
         pc_scratch_free_with_keeper(memory);
+    pc_engine_give(engine, &turn);
 }
 
-/* It owns the memory; without an object of ours that goes, too. */
+/* It owns the memory; without an object of ours that goes, too. None for none. */
 static PyObject *memory_of(pc_engine_object *engine, void *start, size_t nbytes) {
-    pc_memory *self =
-        (pc_memory *)((allocfunc)PyType_GetSlot(memory_type, Py_tp_alloc))(memory_type, 0);
+    if (start == NULL)
+        return Py_NewRef(Py_None);
+    pc_memory *self = pc_new(pc_memory_type);
     if (self == NULL) {
         let_go(engine, start);
         return NULL;
@@ -49,11 +48,9 @@ static int memory_buffer(PyObject *object, Py_buffer *view, int flags) {
 }
 
 static void memory_dealloc(pc_memory *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     let_go(self->engine, self->start);
     Py_DECREF((PyObject *)self->engine);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    pc_free(self);
 }
 
 static PyType_Slot memory_slots[] = {
@@ -92,43 +89,6 @@ PyObject *pc_composed_asks(struct pc_event *event) {
     return Py_BuildValue("iO", PC_EVENT_ASKED, self->owner);
 }
 
-/* Something done with the engine's lock for one segment, while that is under way. */
-struct doing {
-    struct pc_composed *self;
-    void (*work)(struct doing *doing, struct pc_run *run);
-    unsigned segment, at; /* `at`: a step, or a chunk */
-    bool done;
-    void *memory;
-    size_t nbytes;
-    int answer;
-    PyObject *handle;
-};
-
-static void do_in_run(pc_engine_object *engine, void *argument) {
-    struct doing *doing = argument;
-    struct pc_composed *self = doing->self;
-    (void)engine;
-    struct pc_run *run = self->under_way ? pc_pipeline_run(&self->pipeline, doing->segment) : NULL;
-    if (run == NULL)
-        return;
-    doing->done = true;
-    doing->work(doing, run);
-}
-
-/* False: the run is not under way any more, which is no error; or the arguments are wrong, with an
-   exception. */
-static bool do_for(struct pc_composed *self, PyObject *args, uint32_t limit, struct doing *doing) {
-    doing->self = self;
-    if (!PyArg_ParseTuple(args, "II", &doing->segment, &doing->at))
-        return false;
-    if (doing->at >= limit) {
-        PyErr_SetString(PyExc_IndexError, "there is no such step or chunk");
-        return false;
-    }
-    pc_engine_do(self->on->engine, do_in_run, doing);
-    return doing->done;
-}
-
 static uint32_t num_steps(const struct pc_composed *self) {
     return self->table->way.table.num_steps;
 }
@@ -136,127 +96,138 @@ static uint32_t num_chunks(const struct pc_composed *self) {
     return self->table->way.table.num_chunks;
 }
 
-static PyObject *nothing(void) { return PyErr_Occurred() ? NULL : Py_NewRef(Py_None); }
+/* Take the lock, to do something in the run of a segment, of a step or chunk below `limit`. NULL:
+   it is not under way any more, which is no error; or the arguments are wrong, with an exception.
+   `leave` must follow. */
+static struct pc_run *enter(struct pc_composed *self, PyObject *args, uint32_t limit,
+                            unsigned *number, struct pc_turn *turn) {
+    unsigned segment;
+    turn->is_taken = false;
+    if (!PyArg_ParseTuple(args, "II", &segment, number))
+        return NULL;
+    if (*number >= limit) {
+        PyErr_SetString(PyExc_IndexError, "there is no such step or chunk");
+        return NULL;
+    }
+    return pc_engine_take(self->on->engine, turn) && self->under_way
+               ? pc_pipeline_run(&self->pipeline, segment)
+               : NULL;
+}
 
-struct finding {
-    struct pc_composed *self;
+/* Give the lock back. True, or false with an exception. */
+static bool leave(const struct pc_composed *self, const struct pc_turn *turn) {
+    pc_engine_give(self->on->engine, turn);
+    return !PyErr_Occurred();
+}
+
+PyObject *pc_composed_next_asked(struct pc_composed *self, PyObject *Py_UNUSED(unused)) {
+    struct pc_turn turn;
     struct pc_run *run;
-    uint32_t position, segment;
-};
-
-static void find_next(pc_engine_object *engine, void *argument) {
-    struct finding *finding = argument;
-    (void)engine;
-    if (!finding->self->under_way)
-        return;
-    finding->position = pc_pipeline_next_asked(&finding->self->pipeline, &finding->run);
-    if (finding->position != PC_NO_STEP)
-        finding->segment = finding->run->segment;
-}
-
-PyObject *pc_composed_next_asked(struct pc_composed *self, PyObject *unused) {
-    struct finding finding = {.self = self, .position = PC_NO_STEP};
-    (void)unused;
-    pc_engine_do(self->on->engine, find_next, &finding);
-    if (finding.position == PC_NO_STEP)
+    uint32_t step = PC_NO_STEP, segment = 0;
+    if (pc_engine_take(self->on->engine, &turn) && self->under_way)
+        step = pc_pipeline_next_asked(&self->pipeline, &run);
+    if (step != PC_NO_STEP)
+        segment = run->segment;
+    pc_engine_give(self->on->engine, &turn);
+    if (step == PC_NO_STEP)
         Py_RETURN_NONE;
-    return Py_BuildValue("Ii", finding.segment,
-                         finding.position == PC_LAST_STEPS ? -1 : (int)finding.position);
-}
-
-static void step_done(struct doing *doing, struct pc_run *run) { pc_run_step_done(run, doing->at); }
-static void wait_again(struct doing *doing, struct pc_run *run) {
-    pc_run_wait_again(run, doing->at);
-}
-static void settle(struct doing *doing, struct pc_run *run) { pc_run_settle(run, doing->at); }
-static void where(struct doing *doing, struct pc_run *run) {
-    doing->answer = (int)pc_run_where(run, doing->at);
-}
-
-static void place(struct doing *doing, struct pc_run *run) {
-    doing->answer = pc_run_place(run, doing->at) ? (int)pc_run_where(run, doing->at) : -1;
-}
-
-static void take(struct doing *doing, struct pc_run *run) {
-    struct pc_receive *receive = pc_run_held(run, doing->at);
-    doing->answer = receive != NULL;
-    if (receive == NULL)
-        return;
-    (void)pc_item_take_over(doing->handle, receive);
-    pc_run_taken(run, doing->at);
-}
-
-static void take_incoming(struct doing *doing, struct pc_run *run) {
-    const struct pc_step *step = &run->table->steps[doing->at];
-    if (step->kind != PC_STEP_REDUCE)
-        return;
-    doing->memory = pc_run_take_incoming(run, doing->at, &doing->nbytes);
-}
-
-static void take_own(struct doing *doing, struct pc_run *run) {
-    doing->memory = pc_run_take_own(run);
-    doing->nbytes = run->own_nbytes;
+    return Py_BuildValue("Ii", segment, step == PC_LAST_STEPS ? -1 : (int)step);
 }
 
 PyObject *pc_composed_step_done(struct pc_composed *self, PyObject *args) {
-    (void)do_for(self, args, num_steps(self), &(struct doing){.work = step_done});
-    return nothing();
+    struct pc_turn turn;
+    unsigned step;
+    struct pc_run *run = enter(self, args, num_steps(self), &step, &turn);
+    if (run != NULL)
+        pc_run_step_done(run, step);
+    return leave(self, &turn) ? Py_NewRef(Py_None) : NULL;
 }
 
 PyObject *pc_composed_wait_again(struct pc_composed *self, PyObject *args) {
-    (void)do_for(self, args, num_steps(self), &(struct doing){.work = wait_again});
-    return nothing();
+    struct pc_turn turn;
+    unsigned step;
+    struct pc_run *run = enter(self, args, num_steps(self), &step, &turn);
+    if (run != NULL)
+        pc_run_wait_again(run, step);
+    return leave(self, &turn) ? Py_NewRef(Py_None) : NULL;
 }
 
 PyObject *pc_composed_settle(struct pc_composed *self, PyObject *args) {
-    (void)do_for(self, args, num_chunks(self), &(struct doing){.work = settle});
-    return nothing();
+    struct pc_turn turn;
+    unsigned chunk;
+    struct pc_run *run = enter(self, args, num_chunks(self), &chunk, &turn);
+    if (run != NULL)
+        pc_run_settle(run, chunk);
+    return leave(self, &turn) ? Py_NewRef(Py_None) : NULL;
 }
 
 PyObject *pc_composed_where(struct pc_composed *self, PyObject *args) {
-    struct doing doing = {.work = where};
-    (void)do_for(self, args, num_chunks(self), &doing);
-    return PyErr_Occurred() ? NULL : PyLong_FromLong(doing.answer);
+    struct pc_turn turn;
+    unsigned chunk;
+    struct pc_run *run = enter(self, args, num_chunks(self), &chunk, &turn);
+    enum pc_value_place place = run != NULL ? pc_run_where(run, chunk) : PC_VALUE_NOWHERE;
+    return leave(self, &turn) ? PyLong_FromLong(place) : NULL;
 }
 
 PyObject *pc_composed_place(struct pc_composed *self, PyObject *args) {
-    struct doing doing = {.work = place};
-    (void)do_for(self, args, num_chunks(self), &doing);
-    if (doing.answer < 0)
-        return PyErr_NoMemory();
-    return PyErr_Occurred() ? NULL : PyLong_FromLong(doing.answer);
+    struct pc_turn turn;
+    unsigned chunk;
+    struct pc_run *run = enter(self, args, num_chunks(self), &chunk, &turn);
+    bool has_memory = run == NULL || pc_run_place(run, chunk);
+    enum pc_value_place place =
+        run != NULL && has_memory ? pc_run_where(run, chunk) : PC_VALUE_NOWHERE;
+    if (!leave(self, &turn))
+        return NULL;
+    return has_memory ? PyLong_FromLong(place) : PyErr_NoMemory();
 }
 
 PyObject *pc_composed_take(struct pc_composed *self, PyObject *args) {
-    struct doing doing = {.work = take, .handle = pc_item_receive(self->on->engine)};
-    if (doing.handle == NULL)
+    struct pc_turn turn;
+    unsigned step;
+    PyObject *handle = pc_item_receive(self->on->engine);
+    if (handle == NULL)
         return NULL;
-    if (do_for(self, args, num_steps(self), &doing) && doing.answer)
-        return doing.handle;
-    Py_DECREF(doing.handle);
-    return nothing();
+    struct pc_run *run = enter(self, args, num_steps(self), &step, &turn);
+    struct pc_receive *receive = run != NULL ? pc_run_held(run, step) : NULL;
+    if (receive != NULL) {
+        (void)pc_item_take_over(handle, receive);
+        pc_run_taken(run, step);
+    }
+    bool is_well = leave(self, &turn);
+    if (receive != NULL)
+        return handle;
+    Py_DECREF(handle);
+    return is_well ? Py_NewRef(Py_None) : NULL;
 }
 
 PyObject *pc_composed_incoming(struct pc_composed *self, PyObject *args) {
-    struct doing doing = {.work = take_incoming};
-    (void)do_for(self, args, num_steps(self), &doing);
-    return doing.memory != NULL ? memory_of(self->on->engine, doing.memory, doing.nbytes)
-                                : nothing();
+    struct pc_turn turn;
+    unsigned step;
+    void *memory = NULL;
+    size_t nbytes = 0;
+    struct pc_run *run = enter(self, args, num_steps(self), &step, &turn);
+    if (run != NULL && run->table->steps[step].kind == PC_STEP_REDUCE)
+        memory = pc_run_take_incoming(run, step, &nbytes);
+    return leave(self, &turn) ? memory_of(self->on->engine, memory, nbytes) : NULL;
 }
 
 PyObject *pc_composed_own(struct pc_composed *self, PyObject *args) {
-    struct doing doing = {.work = take_own};
-    (void)do_for(self, args, num_chunks(self), &doing);
-    return doing.memory != NULL ? memory_of(self->on->engine, doing.memory, doing.nbytes)
-                                : nothing();
+    struct pc_turn turn;
+    unsigned chunk;
+    struct pc_run *run = enter(self, args, num_chunks(self), &chunk, &turn);
+    void *memory = run != NULL ? pc_run_take_own(run) : NULL;
+    size_t nbytes = memory != NULL ? run->own_nbytes : 0;
+    return leave(self, &turn) ? memory_of(self->on->engine, memory, nbytes) : NULL;
 }
 
 PyObject *pc_composed_grown(struct pc_composed *self, PyObject *number) {
     unsigned long chunk = PyLong_AsUnsignedLong(number);
-    if (PyErr_Occurred() || self->grown == NULL || chunk >= num_chunks(self) || self->under_way)
-        return nothing();
+    if (PyErr_Occurred())
+        return NULL;
+    if (self->grown == NULL || chunk >= num_chunks(self) || self->under_way)
+        Py_RETURN_NONE;
     struct pc_grown *grown = &self->grown[chunk];
     void *memory = grown->memory;
     grown->memory = NULL;
-    return memory != NULL ? memory_of(self->on->engine, memory, grown->nbytes) : nothing();
+    return memory_of(self->on->engine, memory, grown->nbytes);
 }

@@ -11,19 +11,15 @@
 /* Ranks for which a run is said to wait. */
 #define MOST_AWAITED 64
 
-static PyTypeObject *table_type;
-
 /* --- tables ----------------------------------------------------------------------------------- */
 
-static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *steps;
     unsigned num_chunks;
     int size;
-    (void)kwargs;
     if (!PyArg_ParseTuple(args, "iIO!", &size, &num_chunks, &PyList_Type, &steps))
         return NULL;
-    pc_table_object *self =
-        (pc_table_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    pc_table_object *self = pc_new(type);
     if (self == NULL)
         return NULL;
     self->way.table.num_chunks = num_chunks;
@@ -34,10 +30,8 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 }
 
 static void table_dealloc(pc_table_object *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     pc_compiled_free(&self->way);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    pc_free(self);
 }
 
 static PyType_Slot table_slots[] = {
@@ -213,15 +207,16 @@ static struct pc_composed *of_event(struct pc_event *event) {
 PyObject *pc_composed_event(struct pc_event *event) {
     struct pc_composed *self = of_event(event);
     /* for Python they are alike */
-    PyObject *answer = Py_BuildValue("iO", PC_EVENT_REQUEST, self->owner);
+    PyObject *answer = Py_BuildValue("iO", PC_EVENT_STARTED, self->owner);
     release(self);
     Py_CLEAR(self->owner);
     Py_DECREF((PyObject *)self);
     return answer;
 }
 
-static void launch(pc_engine_object *engine, void *argument) {
-    struct pc_composed *self = argument;
+/* With the lock. */
+static void launch(struct pc_composed *self) {
+    struct pc_engine *engine = &self->on->engine->engine;
     struct pc_context *context = self->on->context;
     if (context == NULL || context->broken != 0) {
         self->pipeline.status = context != NULL ? context->broken : PC_CONTEXT_CLOSED;
@@ -233,53 +228,46 @@ static void launch(pc_engine_object *engine, void *argument) {
         return;
     }
     self->under_way = true;
-    pc_engine_enter(&engine->engine); /* it is launched before it hears of anything */
+    pc_engine_enter(engine); /* it is launched before it hears of anything */
     self->pipeline.context = context;
     pc_pipeline_start(&self->pipeline);
     self->is_launched = self->under_way;
-    pc_engine_leave(&engine->engine);
+    pc_engine_leave(engine);
 }
 
 static PyObject *run_start(struct pc_composed *self, PyObject *owner) {
     self->owner = Py_NewRef(owner);
     Py_INCREF((PyObject *)self);
-    bool is_open = pc_engine_do(self->on->engine, launch, self);
-    if (!is_open || !self->is_launched) {
+    struct pc_turn turn;
+    if (pc_engine_take(self->on->engine, &turn))
+        launch(self);
+    pc_engine_give(self->on->engine, &turn);
+    if (!self->is_launched) {
         Py_CLEAR(self->owner);
         Py_DECREF((PyObject *)self);
         release(self);
     }
-    if (!is_open)
+    if (!turn.is_taken)
         return pc_engine_is_closed();
     if (self->is_launched)
         Py_RETURN_NONE;
     return PyLong_FromLong(self->pipeline.status);
 }
 
-struct giving_up {
-    struct pc_composed *self;
-    bool was_under_way;
-};
-
-static void give_up(pc_engine_object *engine, void *argument) {
-    struct giving_up *giving_up = argument;
-    struct pc_composed *self = giving_up->self;
-    giving_up->was_under_way = self->under_way;
-    if (!self->under_way)
-        return;
-    pc_engine_enter(&engine->engine);
-    pc_pipeline_cancel(&self->pipeline);
-    pc_pipeline_free(&self->pipeline);
-    pc_engine_unpost(engine, &self->steps_event);
-    self->under_way = false;
-    pc_engine_leave(&engine->engine);
-}
-
-static PyObject *run_give_up(struct pc_composed *self, PyObject *unused) {
-    (void)unused;
-    struct giving_up giving_up = {.self = self};
-    pc_engine_do(self->on->engine, give_up, &giving_up);
-    if (giving_up.was_under_way) { /* no event will be told */
+static PyObject *run_give_up(struct pc_composed *self, PyObject *Py_UNUSED(unused)) {
+    pc_engine_object *engine = self->on->engine;
+    struct pc_turn turn;
+    bool was_under_way = pc_engine_take(engine, &turn) && self->under_way;
+    if (was_under_way) {
+        pc_engine_enter(&engine->engine);
+        pc_pipeline_cancel(&self->pipeline);
+        pc_pipeline_free(&self->pipeline);
+        pc_engine_unpost(engine, &self->steps_event);
+        self->under_way = false;
+        pc_engine_leave(&engine->engine);
+    }
+    pc_engine_give(engine, &turn);
+    if (was_under_way) { /* no event will be told */
         release(self);
         Py_CLEAR(self->owner);
         Py_DECREF((PyObject *)self);
@@ -287,44 +275,29 @@ static PyObject *run_give_up(struct pc_composed *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-struct asking {
-    struct pc_composed *self;
+static PyObject *run_awaited(struct pc_composed *self, PyObject *Py_UNUSED(unused)) {
+    struct pc_turn turn;
     int ranks[MOST_AWAITED];
-    size_t count;
-};
-
-static void find_awaited(pc_engine_object *engine, void *argument) {
-    struct asking *asking = argument;
-    (void)engine;
-    if (asking->self->under_way)
-        asking->count = pc_pipeline_awaited(&asking->self->pipeline, asking->ranks, MOST_AWAITED);
+    size_t count = 0;
+    if (pc_engine_take(self->on->engine, &turn) && self->under_way)
+        count = pc_pipeline_awaited(&self->pipeline, ranks, MOST_AWAITED);
+    pc_engine_give(self->on->engine, &turn);
+    return pc_list_of(ranks, count);
 }
 
-static PyObject *run_awaited(struct pc_composed *self, PyObject *unused) {
-    (void)unused;
-    struct asking asking = {.self = self};
-    pc_engine_do(self->on->engine, find_awaited, &asking);
-    PyObject *ranks = PyList_New((Py_ssize_t)asking.count);
-    for (size_t index = 0; ranks != NULL && index < asking.count; index++)
-        PyList_SetItem(ranks, (Py_ssize_t)index, PyLong_FromLong(asking.ranks[index]));
-    return ranks;
-}
-
-static PyObject *run_status(struct pc_composed *self, void *unused) {
-    (void)unused;
+static PyObject *run_status(struct pc_composed *self, void *Py_UNUSED(unused)) {
     const struct pc_pipeline *pipeline = &self->pipeline;
     return Py_BuildValue("iinn", pipeline->status, pipeline->from, (Py_ssize_t)pipeline->came,
                          (Py_ssize_t)pipeline->expected);
 }
 
-static PyObject *run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *run_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *context, *table, *lengths, *sources, *targets;
     int op, dtype, divisor;
     unsigned subcall, segments;
     unsigned long long number;
     Py_ssize_t granule;
-    (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!O!(iii)KIIn", pc_context_type, &context, table_type,
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!(iii)KIIn", pc_context_type, &context, pc_table_type,
                           &table, &PyList_Type, &lengths, &PyList_Type, &sources, &PyList_Type,
                           &targets, &op, &dtype, &divisor, &number, &subcall, &segments, &granule))
         return NULL;
@@ -332,8 +305,7 @@ static PyObject *run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
         PyErr_SetString(PyExc_ValueError, "there is no such segment");
         return NULL;
     }
-    struct pc_composed *self =
-        (struct pc_composed *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    struct pc_composed *self = pc_new(type);
     if (self == NULL)
         return NULL;
     self->on = (pc_context_object *)Py_NewRef(context);
@@ -365,7 +337,6 @@ static PyObject *run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
 }
 
 static void run_dealloc(struct pc_composed *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     pc_pipeline_free(&self->pipeline);
     release(self);
     pc_composed_free_grown(self);
@@ -374,8 +345,7 @@ static void run_dealloc(struct pc_composed *self) {
     Py_XDECREF(self->owner);
     Py_XDECREF((PyObject *)self->on);
     Py_XDECREF((PyObject *)self->table);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    pc_free(self);
 }
 
 static PyMethodDef run_methods[] = {
@@ -443,5 +413,3 @@ PyType_Spec pc_composed_spec = {
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = run_slots,
 };
-
-void pc_composed_types(PyTypeObject *table) { table_type = table; }

@@ -11,9 +11,7 @@ static uint64_t generation; /* counted up when all plans are to be forgotten */
 
 uint64_t pc_plans_generation(void) { return generation; }
 
-PyObject *pc_forget_plans(PyObject *module, PyObject *unused) {
-    (void)module;
-    (void)unused;
+PyObject *pc_forget_plans(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
     generation++;
     Py_RETURN_NONE;
 }
@@ -167,13 +165,12 @@ static bool is_of_messages(const struct pc_compiled *way) {
     return !way->has_external;
 }
 
-static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *steps, *places, *announced = Py_None;
     const char *text;
     Py_ssize_t text_nbytes, granule;
     int size, op, dtype, divisor;
     unsigned segments;
-    (void)kwargs;
     if (!PyArg_ParseTuple(args, "iO!O!y#(iii)In|O", &size, &PyList_Type, &steps, &PyList_Type,
                           &places, &text, &text_nbytes, &op, &dtype, &divisor, &segments, &granule,
                           &announced))
@@ -182,7 +179,7 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         PyErr_SetString(PyExc_ValueError, "there is no such segment");
         return NULL;
     }
-    pc_plan *self = (pc_plan *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    pc_plan *self = pc_new(type);
     if (self == NULL)
         return NULL;
     self->reduction = pc_reduction_of(op, dtype, divisor);
@@ -205,14 +202,12 @@ void pc_compiled_free(struct pc_compiled *compiled) {
 }
 
 static void plan_dealloc(pc_plan *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     pc_compiled_free(&self->way);
     pc_compiled_free(&self->announced.way);
     free(self->announced.head);
     free(self->places);
     free(self->text);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    pc_free(self);
 }
 
 static PyType_Slot plan_slots[] = {

@@ -7,142 +7,110 @@
 #include <string.h>
 #include <structmember.h>
 
-static PyTypeObject *engine_type;
-PyTypeObject *pc_context_type;
-
-struct opening {
-    uint64_t ident;
-    int *members, me;
-    size_t num_members;
-    struct pc_context *context;
-};
-
-static void open_context(pc_engine_object *self, void *argument) {
-    struct opening *opening = argument;
-    opening->context = pc_context_open(&self->engine, opening->ident, opening->members,
-                                       opening->num_members, opening->me);
-}
-
-static PyObject *context_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *context_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *engine, *members;
     unsigned long long ident;
-    struct opening opening = {0};
-    (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!KOi", engine_type, &engine, &ident, &members, &opening.me))
+    int me;
+    if (!PyArg_ParseTuple(args, "O!KOi", pc_engine_type, &engine, &ident, &members, &me))
         return NULL;
     Py_ssize_t count = PySequence_Size(members);
-    opening.ident = ident;
-    opening.num_members = count > 0 ? (size_t)count : 0;
-    opening.members = calloc(opening.num_members + 1, sizeof *opening.members);
-    if (opening.members == NULL)
+    if (count < 0)
+        return NULL;
+    int *ranks = malloc((size_t)(count + 1) * sizeof *ranks);
+    if (ranks == NULL)
         return PyErr_NoMemory();
-    for (Py_ssize_t index = 0; index < count; index++) {
-        PyObject *number = PySequence_GetItem(members, index);
-        opening.members[index] = number != NULL ? (int)PyLong_AsLong(number) : 0;
-        Py_XDECREF(number);
-    }
     pc_context_object *self = NULL;
-    if (!PyErr_Occurred())
-        self = (pc_context_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (pc_read_ranks(members, count, 0, ((pc_engine_object *)engine)->engine.size - 1, ranks))
+        self = pc_new(type);
     if (self != NULL) {
-        self->engine = (pc_engine_object *)Py_NewRef((PyObject *)engine);
-        bool done = pc_engine_do(self->engine, open_context, &opening);
-        self->context = opening.context;
+        struct pc_turn turn;
+        self->engine = (pc_engine_object *)Py_NewRef(engine);
         self->op_timeout_ns = PC_FOR_EVER;
-        if (!done || opening.context == NULL) {
+        if (pc_engine_take(self->engine, &turn))
+            self->context =
+                pc_context_open(&self->engine->engine, ident, ranks, (size_t)count, me);
+        pc_engine_give(self->engine, &turn);
+        if (self->context == NULL) {
             Py_CLEAR(self);
-            if (done)
+            if (turn.is_taken)
                 PyErr_NoMemory();
             else
                 pc_engine_is_closed();
         }
     }
-    free(opening.members);
+    free(ranks);
     return (PyObject *)self;
 }
 
-static void close_context(pc_engine_object *engine, void *argument) {
-    pc_context_object *self = argument;
-    (void)engine;
-    if (self->context == NULL)
+static void close_context(pc_context_object *self) {
+    struct pc_turn turn;
+    if (!pc_engine_take(self->engine, &turn))
         return;
-    self->num_calls = self->context->next_call;
-    pc_context_close(self->context);
-    self->context = NULL;
+    if (self->context != NULL) {
+        self->num_calls = self->context->next_call;
+        pc_context_close(self->context);
+        self->context = NULL;
+    }
+    pc_engine_give(self->engine, &turn);
 }
 
-static void break_context(pc_engine_object *engine, void *argument) {
-    pc_context_object *self = argument;
-    (void)engine;
-    if (self->context != NULL)
-        pc_context_break(self->context, PC_BROKEN);
-}
-
-static PyObject *context_close(pc_context_object *self, PyObject *unused) {
-    (void)unused;
-    pc_engine_do(self->engine, close_context, self);
+static PyObject *context_close(pc_context_object *self, PyObject *Py_UNUSED(unused)) {
+    close_context(self);
     Py_RETURN_NONE;
 }
 
-static PyObject *context_break(pc_context_object *self, PyObject *unused) {
-    (void)unused;
-    pc_engine_do(self->engine, break_context, self);
+static PyObject *context_break(pc_context_object *self, PyObject *Py_UNUSED(unused)) {
+    struct pc_turn turn;
+    if (pc_engine_take(self->engine, &turn)) {
+        if (self->context != NULL)
+            pc_context_break(self->context, PC_BROKEN);
+        pc_engine_give(self->engine, &turn);
+    }
     Py_RETURN_NONE;
 }
 
 static void context_dealloc(pc_context_object *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     if (self->context != NULL)
-        pc_engine_do(self->engine, close_context, self);
+        close_context(self);
     Py_XDECREF((PyObject *)self->engine);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    pc_free(self);
 }
 
-struct posting {
-    pc_context_object *context;
-    struct pc_py_item *item;
-    int64_t number;
-    bool by_address, is_open;
-    struct pc_py_item *adopted; /* it waits there already */
-};
-
-static void post(pc_engine_object *engine, void *argument) {
-    struct posting *posting = argument;
-    struct pc_context *context = posting->context->context;
-    posting->is_open = context != NULL;
-    if (context == NULL)
-        return;
-    posting->item->context =
-        posting->by_address || posting->item->receive.posted.peek ? NULL : context;
-    struct pc_py_item *item = posting->item;
-    item->is_quiet = true;
-    if (posting->number >= 0 &&
-        (posting->adopted = pc_item_adopt(engine, context, (uint64_t)posting->number)) != NULL)
-        item = posting->adopted;
-    else if (posting->by_address)
-        pc_collect_start(context, &item->receive);
-    else if (posting->number < 0)
-        pc_receive_start(context, &item->receive);
-    else
-        pc_receive_start_at(context, &item->receive, (uint64_t)posting->number);
-    item->is_quiet = false;
-    (void)pc_item_taken(item);
-}
-
-/* Takes the reference to the handle. */
-static PyObject *post_it(struct posting *posting, PyObject *handle) {
-    if (pc_engine_do(posting->context->engine, post, posting) && posting->is_open) {
-        if (posting->adopted != NULL)
-            pc_item_swap(handle, posting->adopted);
-        return handle;
+/* Start the receive of a handle, whose reference is taken; by address, or in the place of a number
+   that is not negative. */
+static PyObject *start(pc_context_object *self, PyObject *handle, struct pc_py_item *item,
+                       bool by_address, long long number) {
+    struct pc_py_item *adopted = NULL; /* it waits there already */
+    struct pc_turn turn;
+    struct pc_context *context =
+        pc_engine_take(self->engine, &turn) ? self->context : NULL;
+    if (context != NULL) {
+        item->context = by_address || item->receive.posted.peek ? NULL : context;
+        item->is_quiet = true;
+        if (number >= 0)
+            adopted = pc_item_adopt(self->engine, context, (uint64_t)number);
+        if (adopted != NULL)
+            item = adopted;
+        else if (by_address)
+            pc_collect_start(context, &item->receive);
+        else if (number < 0)
+            pc_receive_start(context, &item->receive);
+        else
+            pc_receive_start_at(context, &item->receive, (uint64_t)number);
+        item->is_quiet = false;
+        (void)pc_item_taken(item);
     }
+    pc_engine_give(self->engine, &turn);
+    if (adopted != NULL)
+        pc_item_swap(handle, adopted);
+    if (context != NULL)
+        return handle;
     Py_DECREF(handle);
     return pc_engine_is_closed();
 }
 
 static PyObject *context_post(pc_context_object *self, PyObject *args) {
-    struct posting posting = {.context = self, .number = -1};
+    struct pc_py_item *item;
     int source, peek = 0, for_message = 0;
     long long tag, number = -1;
     int dtype = -1;
@@ -150,10 +118,9 @@ static PyObject *context_post(pc_context_object *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "iL|pLinp", &source, &tag, &peek, &number, &dtype, &room,
                           &for_message))
         return NULL;
-    PyObject *handle = pc_item_new_receive(self->engine, &posting.item);
+    PyObject *handle = pc_item_new_receive(self->engine, &item);
     if (handle == NULL)
         return NULL;
-    struct pc_py_item *item = posting.item;
     item->receive.posted.queued.source = source;
     item->receive.posted.queued.tag = tag;
     item->receive.posted.peek = peek != 0;
@@ -164,12 +131,11 @@ static PyObject *context_post(pc_context_object *self, PyObject *args) {
         item->receive.expects_nbytes = sizeof item->expects;
         item->receive.room = (size_t)room;
     }
-    posting.number = number;
-    return post_it(&posting, handle);
+    return start(self, handle, item, false, number);
 }
 
 static PyObject *context_collect(pc_context_object *self, PyObject *args) {
-    struct posting posting = {.context = self, .number = -1};
+    struct pc_py_item *item;
     unsigned long long call;
     unsigned subcall, sender, index;
     if (!PyArg_ParseTuple(args, "KIII", &call, &subcall, &sender, &index))
@@ -178,60 +144,46 @@ static PyObject *context_collect(pc_context_object *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "there is no such address");
         return NULL;
     }
-    PyObject *handle = pc_item_new_receive(self->engine, &posting.item);
+    PyObject *handle = pc_item_new_receive(self->engine, &item);
     if (handle == NULL)
         return NULL;
-    posting.by_address = true;
-    posting.item->receive.address = (struct pc_addressed){
+    item->receive.address = (struct pc_addressed){
         .call = call, .subcall = (uint16_t)subcall, .sender = sender, .index = index};
-    return post_it(&posting, handle);
+    return start(self, handle, item, true, -1);
 }
 
 /* --- calls ------------------------------------------------------------------------------------ */
 
-struct calling {
-    pc_context_object *context;
-    const char *text;
+static PyObject *context_begin(pc_context_object *self, PyObject *bytes) {
+    char *text;
     Py_ssize_t nbytes;
-    int64_t number;
-    bool is_open;
-};
-
-static void begin_call(pc_engine_object *engine, void *argument) {
-    struct calling *calling = argument;
-    struct pc_context *context = calling->context->context;
-    (void)engine;
-    calling->is_open = context != NULL;
-    if (context == NULL)
-        return;
-    struct pc_called *call = pc_context_begin(context, calling->text, (size_t)calling->nbytes);
-    calling->number = call != NULL ? (int64_t)call->number : -1;
-}
-
-static PyObject *context_begin(pc_context_object *self, PyObject *text) {
-    struct calling calling = {.context = self};
-    if (PyBytes_AsStringAndSize(text, (char **)&calling.text, &calling.nbytes) < 0)
+    int64_t number = -1;
+    struct pc_turn turn;
+    if (PyBytes_AsStringAndSize(bytes, &text, &nbytes) < 0)
         return NULL;
-    if (!pc_engine_do(self->engine, begin_call, &calling) || !calling.is_open)
+    bool is_open = pc_engine_take(self->engine, &turn) && self->context != NULL;
+    if (is_open) {
+        struct pc_called *call = pc_context_begin(self->context, text, (size_t)nbytes);
+        number = call != NULL ? (int64_t)call->number : -1;
+    }
+    pc_engine_give(self->engine, &turn);
+    if (!is_open)
         return pc_engine_is_closed();
-    return calling.number >= 0 ? PyLong_FromLongLong(calling.number) : PyErr_NoMemory();
-}
-
-static void end_call(pc_engine_object *engine, void *argument) {
-    struct calling *calling = argument;
-    struct pc_context *context = calling->context->context;
-    (void)engine;
-    struct pc_called *call =
-        context != NULL ? pc_call_find(context, (uint64_t)calling->number) : NULL;
-    if (call != NULL)
-        pc_context_end(context, call);
+    return number >= 0 ? PyLong_FromLongLong(number) : PyErr_NoMemory();
 }
 
 static PyObject *context_end(pc_context_object *self, PyObject *number) {
-    struct calling calling = {.context = self, .number = PyLong_AsLongLong(number)};
+    uint64_t ended = (uint64_t)PyLong_AsLongLong(number);
+    struct pc_turn turn;
     if (PyErr_Occurred())
         return NULL;
-    pc_engine_do(self->engine, end_call, &calling);
+    if (pc_engine_take(self->engine, &turn)) {
+        struct pc_called *call =
+            self->context != NULL ? pc_call_find(self->context, ended) : NULL;
+        if (call != NULL)
+            pc_context_end(self->context, call);
+        pc_engine_give(self->engine, &turn);
+    }
     Py_RETURN_NONE;
 }
 
@@ -243,10 +195,9 @@ struct call_copy {
 };
 
 struct telling {
-    pc_context_object *context;
     struct call_copy *calls;
     size_t count;
-    bool of_newest, without_memory;
+    bool without_memory;
 };
 
 static void tell_call(struct telling *telling, const struct pc_called *call) {
@@ -263,17 +214,13 @@ static void tell_call(struct telling *telling, const struct pc_called *call) {
     telling->count++;
 }
 
-static void tell_calls(pc_engine_object *engine, void *argument) {
-    struct telling *telling = argument;
-    struct pc_context *context = telling->context->context;
-    (void)engine;
-    if (context == NULL)
-        return;
+/* With the lock. */
+static void tell_calls(struct telling *telling, const struct pc_context *context, bool of_newest) {
     telling->calls = calloc(context->calls.used + PC_LAST_CALLS + 1, sizeof *telling->calls);
     telling->without_memory = telling->calls == NULL;
     if (telling->calls == NULL)
         return;
-    if (telling->of_newest) {
+    if (of_newest) {
         tell_call(telling, pc_call_newest(context));
         return;
     }
@@ -289,8 +236,11 @@ static void tell_calls(pc_engine_object *engine, void *argument) {
 }
 
 static PyObject *tell(pc_context_object *self, bool of_newest) {
-    struct telling telling = {.context = self, .of_newest = of_newest};
-    pc_engine_do(self->engine, tell_calls, &telling);
+    struct telling telling = {0};
+    struct pc_turn turn;
+    if (pc_engine_take(self->engine, &turn) && self->context != NULL)
+        tell_calls(&telling, self->context, of_newest);
+    pc_engine_give(self->engine, &turn);
     PyObject *arrived = PyDict_New();
     for (size_t index = 0; index < telling.count; index++) {
         PyObject *number = PyLong_FromUnsignedLongLong(telling.calls[index].number);
@@ -310,52 +260,38 @@ static PyObject *tell(pc_context_object *self, bool of_newest) {
     return PyErr_NoMemory();
 }
 
-static PyObject *context_calls(pc_context_object *self, PyObject *unused) {
-    (void)unused;
+static PyObject *context_calls(pc_context_object *self, PyObject *Py_UNUSED(unused)) {
     return tell(self, false);
 }
 
-static PyObject *context_newest(pc_context_object *self, PyObject *unused) {
-    (void)unused;
+static PyObject *context_newest(pc_context_object *self, PyObject *Py_UNUSED(unused)) {
     return tell(self, true);
 }
 
-struct reading_counts {
-    const pc_context_object *context;
-    PyObject *bytes;
-};
-
-static void read_counts(pc_engine_object *engine, void *argument) {
-    struct reading_counts *reading = argument;
-    const struct pc_context *context = reading->context->context;
-    if (context != NULL)
-        memcpy(PyBytes_AsString(reading->bytes), context->counts,
-               (size_t)engine->engine.size * sizeof *context->counts);
-}
-
-static PyObject *context_counts(pc_context_object *self, PyObject *unused) {
+static PyObject *context_counts(pc_context_object *self, PyObject *Py_UNUSED(unused)) {
     Py_ssize_t nbytes = (Py_ssize_t)sizeof(struct pc_counts) * self->engine->engine.size;
-    struct reading_counts reading = {self, PyBytes_FromStringAndSize(NULL, nbytes)};
-    (void)unused;
-    if (reading.bytes == NULL)
+    PyObject *counts = PyBytes_FromStringAndSize(NULL, nbytes);
+    struct pc_turn turn;
+    if (counts == NULL)
         return NULL;
-    memset(PyBytes_AsString(reading.bytes), 0, (size_t)nbytes);
-    pc_engine_do(self->engine, read_counts, &reading);
-    return reading.bytes;
+    char *to = PyBytes_AsString(counts);
+    memset(to, 0, (size_t)nbytes);
+    if (pc_engine_take(self->engine, &turn) && self->context != NULL)
+        memcpy(to, self->context->counts, (size_t)nbytes);
+    pc_engine_give(self->engine, &turn);
+    return counts;
 }
 
-static PyObject *context_next_call(pc_context_object *self, void *unused) {
-    (void)unused;
+static PyObject *context_next_call(pc_context_object *self, void *Py_UNUSED(unused)) {
     return PyLong_FromUnsignedLongLong(self->context != NULL ? self->context->next_call
                                                              : self->num_calls);
 }
 
-static PyObject *context_get_op_timeout(pc_context_object *self, void *unused) {
-    (void)unused;
+static PyObject *context_get_op_timeout(pc_context_object *self, void *Py_UNUSED(unused)) {
     return pc_seconds(self->op_timeout_ns);
 }
-static int context_set_op_timeout(pc_context_object *self, PyObject *value, void *unused) {
-    (void)unused;
+static int context_set_op_timeout(pc_context_object *self, PyObject *value,
+                                  void *Py_UNUSED(unused)) {
     return pc_set_timeout(value, &self->op_timeout_ns);
 }
 
@@ -419,8 +355,3 @@ PyType_Spec pc_context_spec = {
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = context_slots,
 };
-
-void pc_context_types(PyTypeObject *engine, PyTypeObject *context) {
-    engine_type = engine;
-    pc_context_type = context;
-}

@@ -32,13 +32,10 @@ struct taken {
     char why[sizeof((struct pc_peer_events *)NULL)->why];
 };
 
-static void take_event(pc_engine_object *self, void *argument) {
-    struct taken *taken = argument;
-    taken->event = NULL;
-    for (;;) {
-        struct pc_event *event = self->first;
-        if (event == NULL)
-            return;
+/* With the lock. False: there is none. */
+static bool take_event(pc_engine_object *self, struct taken *taken) {
+    struct pc_event *event;
+    while ((event = self->first) != NULL) {
         pc_engine_set(&self->first, event->next);
         if (self->first == NULL)
             self->last = &self->first;
@@ -49,10 +46,8 @@ static void take_event(pc_engine_object *self, void *argument) {
                 continue;
             ((struct pc_py_item *)event)->is_reporting = true;
             taken->status = ((struct pc_py_item *)event)->status;
-        } else if (event->kind == PC_EVENT_REQUEST) {
-            pc_request_event_taken(event);
-        } else if (event->kind == PC_EVENT_COLLECTIVE) {
-            pc_collective_event_taken(event);
+        } else if (event->kind == PC_EVENT_STARTED) {
+            pc_started_event_taken(event);
         } else if (event->kind >= PC_EVENT_FINISHED && event != &self->watched) {
             taken->peer = 0;
             while (event < &self->peers[taken->peer].finished ||
@@ -61,17 +56,22 @@ static void take_event(pc_engine_object *self, void *argument) {
             memcpy(taken->why, self->peers[taken->peer].why, sizeof taken->why);
         }
         taken->event = event;
-        return;
+        return true;
     }
+    return false;
 }
 
-PyObject *pc_engine_events_py(pc_engine_object *self, PyObject *unused) {
-    (void)unused;
+PyObject *pc_engine_events_py(pc_engine_object *self, PyObject *Py_UNUSED(unused)) {
     PyObject *events = PyList_New(0);
     pc_engine_let_go(self);
     pc_drive_take_work(&self->drive);
     struct taken taken;
-    while (events != NULL && pc_engine_do(self, take_event, &taken) && taken.event != NULL) {
+    struct pc_turn turn;
+    while (events != NULL && pc_engine_take(self, &turn)) {
+        bool is_any = take_event(self, &taken);
+        pc_engine_give(self, &turn);
+        if (!is_any)
+            break;
         PyObject *event = NULL;
         switch (taken.kind) {
         case PC_EVENT_ARRIVED:
@@ -81,11 +81,8 @@ PyObject *pc_engine_events_py(pc_engine_object *self, PyObject *unused) {
                                &event))
                 continue;
             break;
-        case PC_EVENT_REQUEST:
-            event = pc_request_event(self, taken.event);
-            break;
-        case PC_EVENT_COLLECTIVE:
-            event = pc_collective_event(self, taken.event);
+        case PC_EVENT_STARTED:
+            event = pc_started_event(self, taken.event);
             break;
         case PC_EVENT_COMPOSED:
             event = pc_composed_event(taken.event);

@@ -61,20 +61,13 @@ static int open_shm(pc_engine_object *self, const struct arguments *given) {
     pc_host *host = pc_host_of(given->host);
     if (host == NULL)
         return -1;
-    int *ranks = calloc((size_t)host->size, sizeof *ranks);
-    for (Py_ssize_t local = 0; ranks != NULL && local < host->size; local++) {
-        PyObject *number = PySequence_GetItem(given->ranks, local);
-        ranks[local] = number != NULL ? (int)PyLong_AsLong(number) : -1;
-        Py_XDECREF(number);
-        if (!PyErr_Occurred() && (ranks[local] < 0 || ranks[local] >= given->size))
-            PyErr_SetString(PyExc_ValueError, "there is no such rank");
-        if (PyErr_Occurred()) {
-            free(ranks);
-            return -1;
-        }
-    }
+    int *ranks = malloc((size_t)host->size * sizeof *ranks);
     if (ranks == NULL)
         return ENOMEM;
+    if (!pc_read_ranks(given->ranks, host->size, 0, given->size - 1, ranks)) {
+        free(ranks);
+        return -1;
+    }
     pc_channel limits = {.eager_limit = (size_t)given->eager_limit,
                          .credit = (uint64_t)given->credit,
                          .message_cost = (uint64_t)given->message_cost,
@@ -141,8 +134,8 @@ static int open_engine(pc_engine_object *self, const struct arguments *given) {
     self->links[given->rank] = &self->to_self;
     if (given->host != Py_None && (error = open_shm(self, given)) != 0)
         return error;
-    if (given->queued != Py_None && pc_link_open(self, given->queued) < 0)
-        return -1;
+    if (given->queued != Py_None && (error = pc_link_open(self, given->queued)) != 0)
+        return error;
     if (given->lanes > 0 && (error = open_tcp(self, given)) != 0)
         return error;
     return 0;
@@ -165,8 +158,7 @@ PyObject *pc_engine_new_py(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_ValueError, "there is no such rank, or no such number of lanes");
         return NULL;
     }
-    pc_engine_object *self =
-        (pc_engine_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    pc_engine_object *self = pc_new(type);
     if (self == NULL)
         return NULL;
     self->last = &self->first;
@@ -184,57 +176,40 @@ PyObject *pc_engine_new_py(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Py_DECREF(self);
     if (error == E2BIG)
         PyErr_SetString(PyExc_OSError, "too many ranks on one host for shared memory");
-    else if (error > 0) {
-        errno = error;
-        PyErr_SetFromErrno(PyExc_OSError);
-    }
+    else if (error > 0)
+        pc_raise_errno(error);
     return NULL;
 }
 
 /* --- the end ---------------------------------------------------------------------------------- */
 
-static void say_goodbye(pc_engine_object *self, void *argument) {
-    (void)argument;
-    if (self->host != NULL)
-        (void)pc_link_shm_goodbye(&self->shm); /* without memory they hear it from the launcher */
-    if (self->has_tcp)
-        pc_tcp_say_goodbye(&self->tcp.tcp);
-}
-
-PyObject *pc_engine_say_goodbye_py(pc_engine_object *self, PyObject *unused) {
-    (void)unused;
-    pc_engine_do(self, say_goodbye, NULL);
+PyObject *pc_engine_say_goodbye_py(pc_engine_object *self, PyObject *Py_UNUSED(unused)) {
+    struct pc_turn turn;
+    if (pc_engine_take(self, &turn)) {
+        if (self->host != NULL) /* without memory they hear it from the launcher */
+            (void)pc_link_shm_goodbye(&self->shm);
+        if (self->has_tcp)
+            pc_tcp_say_goodbye(&self->tcp.tcp);
+        pc_engine_give(self, &turn);
+    }
     Py_RETURN_NONE;
 }
 
-static void flush(pc_engine_object *self, void *argument) {
-    bool *is_done = argument;
-    *is_done = true;
-    if (self->host != NULL && pc_channel_flush(&self->shm.channel)) {
+PyObject *pc_engine_flush_py(pc_engine_object *self, PyObject *Py_UNUSED(unused)) {
+    struct pc_turn turn;
+    bool is_done = true, is_open = pc_engine_take(self, &turn);
+    if (is_open && self->host != NULL && pc_channel_flush(&self->shm.channel)) {
         /* Others may wait for room in our rings, and we for them. */
         self->shm.source.ops->progress(&self->shm.source);
-        *is_done = !pc_channel_flush(&self->shm.channel);
+        is_done = !pc_channel_flush(&self->shm.channel);
     }
-    if (self->has_tcp) {
+    if (is_open && self->has_tcp) {
         /* who must be dialed may have answered */
         self->tcp.source.ops->progress(&self->tcp.source);
-        *is_done &= pc_tcp_flush(&self->tcp.tcp);
+        is_done &= pc_tcp_flush(&self->tcp.tcp);
     }
-}
-
-PyObject *pc_engine_flush_py(pc_engine_object *self, PyObject *unused) {
-    (void)unused;
-    bool is_done = true;
-    pc_engine_do(self, flush, &is_done);
+    pc_engine_give(self, &turn);
     return PyBool_FromLong(is_done);
-}
-
-static void close_links(pc_engine_object *self, void *argument) {
-    (void)argument;
-    for (struct pc_context *each = self->engine.contexts; each != NULL; each = each->next)
-        pc_context_break(each, PC_BROKEN);
-    if (self->host != NULL)
-        pc_link_shm_close(&self->shm);
 }
 
 /* Of a closed engine nobody takes events: requests that end with it are let go here. */
@@ -243,12 +218,9 @@ static void let_go_of_events(pc_engine_object *self) {
         self->first = event->next;
         event->stands = false;
         PyObject *value = NULL;
-        if (event->kind == PC_EVENT_REQUEST) {
-            pc_request_event_taken(event);
-            value = pc_request_event(self, event);
-        } else if (event->kind == PC_EVENT_COLLECTIVE) {
-            pc_collective_event_taken(event);
-            value = pc_collective_event(self, event);
+        if (event->kind == PC_EVENT_STARTED) {
+            pc_started_event_taken(event);
+            value = pc_started_event(self, event);
         } else if (event->kind == PC_EVENT_COMPOSED) {
             value = pc_composed_event(event);
         } else if (event->kind == PC_EVENT_SEVERAL) {
@@ -259,9 +231,15 @@ static void let_go_of_events(pc_engine_object *self) {
     self->last = &self->first;
 }
 
-PyObject *pc_engine_close_py(pc_engine_object *self, PyObject *unused) {
-    (void)unused;
-    pc_engine_do(self, close_links, NULL);
+PyObject *pc_engine_close_py(pc_engine_object *self, PyObject *Py_UNUSED(unused)) {
+    struct pc_turn turn;
+    if (pc_engine_take(self, &turn)) {
+        for (struct pc_context *each = self->engine.contexts; each != NULL; each = each->next)
+            pc_context_break(each, PC_BROKEN);
+        if (self->host != NULL)
+            pc_link_shm_close(&self->shm);
+        pc_engine_give(self, &turn);
+    }
     PyThreadState *state = PyEval_SaveThread();
     pc_drive_close(&self->drive);
     PyEval_RestoreThread(state);
@@ -276,8 +254,7 @@ PyObject *pc_engine_close_py(pc_engine_object *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-PyObject *pc_engine_forked_py(pc_engine_object *self, PyObject *unused) {
-    (void)unused;
+PyObject *pc_engine_forked_py(pc_engine_object *self, PyObject *Py_UNUSED(unused)) {
     pc_drive_forked(&self->drive);
     if (self->has_tcp)
         pc_tcp_close(&self->tcp.tcp);
@@ -285,7 +262,6 @@ PyObject *pc_engine_forked_py(pc_engine_object *self, PyObject *unused) {
 }
 
 void pc_engine_dealloc(pc_engine_object *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     /* In the child of a fork all of it is the parent's, who goes on. */
     if (self->is_open && atomic_load(&self->drive.closed) != PC_DRIVE_FORKED) {
         PyThreadState *state = PyEval_SaveThread();
@@ -319,6 +295,5 @@ void pc_engine_dealloc(pc_engine_object *self) {
     Py_XDECREF(self->on_work);
     Py_XDECREF(self->on_orders);
     Py_XDECREF(self->on_stop);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    pc_free(self);
 }

@@ -3,7 +3,6 @@
    engine_type.h. */
 #include "engine_type.h"
 
-#include <errno.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -18,7 +17,8 @@ static void settle(pc_engine_object *self) {
     pc_drive_pending(&self->drive, is_behind ? 1 : -1);
 }
 
-static inline bool take(pc_engine_object *self, struct pc_turn *turn) {
+bool pc_engine_take(pc_engine_object *self, struct pc_turn *turn) {
+    turn->is_taken = false;
     if (!self->is_open ||
         atomic_load_explicit(&self->drive.closed, memory_order_acquire) != PC_DRIVE_OPEN)
         return false;
@@ -36,10 +36,12 @@ static inline bool take(pc_engine_object *self, struct pc_turn *turn) {
     }
     turn->orders = self->queue.num_posted;
     self->is_called = true;
-    return true;
+    return turn->is_taken = true;
 }
 
-static inline void give(pc_engine_object *self, const struct pc_turn *turn) {
+void pc_engine_give(pc_engine_object *self, const struct pc_turn *turn) {
+    if (PC_UNLIKELY(!turn->is_taken))
+        return;
     self->is_called = false;
     settle(self);
     bool has_orders = self->queue.num_posted != turn->orders;
@@ -52,25 +54,6 @@ static inline void give(pc_engine_object *self, const struct pc_turn *turn) {
         pc_link_do_orders(self);
 }
 
-/* Built into what is done often. */
-static inline bool do_between(pc_engine_object *self,
-                              void (*work)(pc_engine_object *self, void *argument),
-                              void *argument) {
-    struct pc_turn turn;
-    if (!take(self, &turn))
-        return false;
-    work(self, argument);
-    give(self, &turn);
-    return true;
-}
-
-bool pc_engine_take(pc_engine_object *self, struct pc_turn *turn) { return take(self, turn); }
-void pc_engine_give(pc_engine_object *self, const struct pc_turn *turn) { give(self, turn); }
-bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument),
-                  void *argument) {
-    return do_between(self, work, argument);
-}
-
 PyObject *pc_engine_is_closed(void) {
     PyErr_SetString(PyExc_RuntimeError, "the message engine is closed");
     return NULL;
@@ -78,22 +61,19 @@ PyObject *pc_engine_is_closed(void) {
 
 /* --- driving ---------------------------------------------------------------------------------- */
 
-static void look(pc_engine_object *self, void *argument) {
-    bool *worked = argument;
-    *worked = false;
-    for (uint32_t index = 0; index < self->drive.num_sources; index++)
-        *worked |= self->drive.sources[index]->ops->progress(self->drive.sources[index]);
-}
-
 bool pc_engine_look(pc_engine_object *self) {
+    struct pc_turn turn;
     bool worked = false;
-    do_between(self, look, &worked);
+    if (pc_engine_take(self, &turn)) {
+        for (uint32_t index = 0; index < self->drive.num_sources; index++)
+            worked |= self->drive.sources[index]->ops->progress(self->drive.sources[index]);
+        pc_engine_give(self, &turn);
+    }
     pc_engine_let_go(self);
     return worked;
 }
 
-static PyObject *engine_progress(pc_engine_object *self, PyObject *unused) {
-    (void)unused;
+static PyObject *engine_progress(pc_engine_object *self, PyObject *Py_UNUSED(unused)) {
     return PyBool_FromLong(pc_engine_look(self) || pc_engine_has(self->first));
 }
 
@@ -105,114 +85,91 @@ int pc_engine_hear(pc_engine_object *self) {
     return heard != NULL ? 0 : -1;
 }
 
-static void change_pending(pc_engine_object *self, void *argument) {
-    pc_drive_pending(&self->drive, *(int *)argument);
-}
-
 static PyObject *engine_pending(pc_engine_object *self, PyObject *number) {
     int delta = (int)PyLong_AsLong(number);
     if (PyErr_Occurred())
         return NULL;
-    pc_engine_do(self, change_pending, &delta);
-    Py_RETURN_NONE;
-}
-
-static void post_work(pc_engine_object *self, void *unused) {
-    (void)unused;
-    pc_drive_post_work(&self->drive);
-}
-
-static PyObject *engine_post_work(pc_engine_object *self, PyObject *unused) {
-    (void)unused;
-    pc_engine_do(self, post_work, NULL);
-    Py_RETURN_NONE;
-}
-
-struct watching {
-    int fd, error;
-    bool again;
-};
-
-static void watch(pc_engine_object *self, void *argument) {
-    struct watching *watching = argument;
-    if (watching->again)
-        pc_drive_watch_again(&self->drive);
-    else
-        watching->error = pc_drive_watch(&self->drive, watching->fd);
-}
-
-static PyObject *engine_watch(pc_engine_object *self, PyObject *number) {
-    struct watching watching = {.fd = (int)PyLong_AsLong(number)};
-    if (PyErr_Occurred())
-        return NULL;
-    pc_engine_do(self, watch, &watching);
-    if (watching.error != 0) {
-        errno = watching.error;
-        return PyErr_SetFromErrno(PyExc_OSError);
+    struct pc_turn turn;
+    if (pc_engine_take(self, &turn)) {
+        pc_drive_pending(&self->drive, delta);
+        pc_engine_give(self, &turn);
     }
     Py_RETURN_NONE;
 }
 
-static PyObject *engine_watch_again(pc_engine_object *self, PyObject *unused) {
-    (void)unused;
-    struct watching watching = {.again = true};
-    pc_engine_do(self, watch, &watching);
+static PyObject *engine_post_work(pc_engine_object *self, PyObject *Py_UNUSED(unused)) {
+    struct pc_turn turn;
+    if (pc_engine_take(self, &turn)) {
+        pc_drive_post_work(&self->drive);
+        pc_engine_give(self, &turn);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_watch(pc_engine_object *self, PyObject *number) {
+    int fd = (int)PyLong_AsLong(number);
+    if (PyErr_Occurred())
+        return NULL;
+    struct pc_turn turn;
+    if (pc_engine_take(self, &turn)) {
+        int error = pc_drive_watch(&self->drive, fd);
+        pc_engine_give(self, &turn);
+        if (error != 0)
+            return pc_raise_errno(error);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_watch_again(pc_engine_object *self, PyObject *Py_UNUSED(unused)) {
+    struct pc_turn turn;
+    if (pc_engine_take(self, &turn)) {
+        pc_drive_watch_again(&self->drive);
+        pc_engine_give(self, &turn);
+    }
     Py_RETURN_NONE;
 }
 
 /* --- the type --------------------------------------------------------------------------------- */
 
-static PyObject *engine_rings(pc_engine_object *self, void *unused) {
-    (void)unused;
+static PyObject *engine_rings(pc_engine_object *self, void *Py_UNUSED(unused)) {
     return PyLong_FromUnsignedLongLong(atomic_load_explicit(&self->rings, memory_order_relaxed));
 }
 
-static PyObject *engine_looked(pc_engine_object *self, void *unused) {
-    (void)unused;
+static PyObject *engine_looked(pc_engine_object *self, void *Py_UNUSED(unused)) {
     return PyLong_FromUnsignedLongLong(self->looked);
 }
 
 /* On Linux a pthread_t is a number, the one by which Python knows a thread, too. */
-static PyObject *engine_thread(pc_engine_object *self, void *unused) {
-    (void)unused;
+static PyObject *engine_thread(pc_engine_object *self, void *Py_UNUSED(unused)) {
     return PyLong_FromUnsignedLong(self->drive.started ? (unsigned long)self->drive.thread : 0);
 }
 
-static PyObject *engine_is_behind(pc_engine_object *self, void *unused) {
-    (void)unused;
+static PyObject *engine_is_behind(pc_engine_object *self, void *Py_UNUSED(unused)) {
     return PyBool_FromLong(self->is_behind);
 }
 
-static void find_receiving(pc_engine_object *self, void *argument) {
-    bool *receiving = argument;
-    *receiving = false;
-    for (struct pc_context *each = self->engine.contexts; each != NULL && !*receiving;
+static PyObject *engine_is_receiving(pc_engine_object *self, void *Py_UNUSED(unused)) {
+    struct pc_turn turn;
+    bool receiving = !pc_engine_take(self, &turn);
+    for (struct pc_context *each = self->engine.contexts; each != NULL && !receiving;
          each = each->next)
         for (struct pc_message *message = each->taken.first; message != NULL;
              message = message->next)
-            *receiving |= message->state == PC_MESSAGE_READING;
-}
-
-static PyObject *engine_is_receiving(pc_engine_object *self, void *unused) {
-    (void)unused;
-    bool receiving = true;
-    pc_engine_do(self, find_receiving, &receiving);
+            receiving |= message->state == PC_MESSAGE_READING;
+    pc_engine_give(self, &turn);
     return PyBool_FromLong(receiving);
 }
 
-static PyObject *engine_has_work(pc_engine_object *self, void *unused) {
-    (void)unused;
+static PyObject *engine_has_work(pc_engine_object *self, void *Py_UNUSED(unused)) {
     return PyBool_FromLong(atomic_load_explicit(&self->drive.work, memory_order_relaxed) != 0 ||
                            pc_engine_has(self->first));
 }
 
-static PyObject *engine_has_fired(pc_engine_object *self, void *unused) {
-    (void)unused;
+static PyObject *engine_has_fired(pc_engine_object *self, void *Py_UNUSED(unused)) {
     return PyBool_FromLong(atomic_load_explicit(&self->drive.fired, memory_order_relaxed) != 0);
 }
 
-static PyObject *engine_python_busy(pc_engine_object *self, void *unused) {
-    (void)unused;
+static PyObject *engine_python_busy(pc_engine_object *self, void *Py_UNUSED(unused)) {
     return PyBool_FromLong(self->python_busy);
 }
 
@@ -222,8 +179,7 @@ static void set_busy(pc_engine_object *self, bool whether) {
         self->shm.channel.host->python_busy = self->python_busy;
 }
 
-static int set_python_busy(pc_engine_object *self, PyObject *value, void *unused) {
-    (void)unused;
+static int set_python_busy(pc_engine_object *self, PyObject *value, void *Py_UNUSED(unused)) {
     set_busy(self, value == Py_True || PyList_Size(self->dropped) > 0);
     return 0;
 }
@@ -239,8 +195,7 @@ static PyObject *engine_drop(pc_engine_object *self, PyObject *what) {
     Py_RETURN_NONE;
 }
 
-static PyObject *engine_dropped(pc_engine_object *self, void *unused) {
-    (void)unused;
+static PyObject *engine_dropped(pc_engine_object *self, void *Py_UNUSED(unused)) {
     return Py_NewRef(self->dropped);
 }
 
@@ -264,11 +219,10 @@ static PyObject *engine_count_in(pc_engine_object *self, PyObject *args) {
     self->counted = base;
     self->counted_nbytes = nbytes;
     struct pc_turn turn;
-    if (take(self, &turn)) {
+    if (pc_engine_take(self, &turn)) {
         self->engine.tally = self->drive.tally = (struct pc_tally *)(base + offset);
         self->engine.notes = (struct pc_notes *)(base + notes);
-        self->engine.now_ns = pc_drive_now_ns;
-        give(self, &turn);
+        pc_engine_give(self, &turn);
     }
     Py_RETURN_NONE;
 }
@@ -281,7 +235,7 @@ static PyObject *engine_note_name(pc_engine_object *self, PyObject *args) {
     struct pc_turn turn;
     if (!PyArg_ParseTuple(args, "Ks#", &ident, &name, &nbytes))
         return NULL;
-    if (take(self, &turn)) {
+    if (pc_engine_take(self, &turn)) {
         struct pc_notes *notes = self->engine.notes;
         if (notes != NULL) {
             struct pc_noted_name *noted = &notes->names[notes->num_names++ % PC_NOTED_NAMES];
@@ -290,7 +244,7 @@ static PyObject *engine_note_name(pc_engine_object *self, PyObject *args) {
             noted->nbytes = fits ? (uint32_t)nbytes : sizeof noted->text;
             memcpy(noted->text, name, noted->nbytes);
         }
-        give(self, &turn);
+        pc_engine_give(self, &turn);
     }
     Py_RETURN_NONE;
 }
@@ -359,8 +313,6 @@ static PyMethodDef engine_methods[] = {
      "tell_end(rank, why): it is lost; None: it has finished."},
     {"tell_lag", (PyCFunction)pc_link_tell_lag, METH_O,
      "tell_lag(whether): a transport has something to write."},
-    {"tell_more", (PyCFunction)pc_link_tell_more, METH_NOARGS,
-     "There is more to do: somebody must come."},
     {"links", (PyCFunction)pc_engine_links_py, METH_NOARGS,
      "The ranks to which something was sent."},
     {"say_goodbye", (PyCFunction)pc_engine_say_goodbye_py, METH_NOARGS,

@@ -20,11 +20,12 @@ enum pc_event_kind {
     PC_EVENT_ARRIVED,  /* Receive: of another kind than point-to-point */
     PC_EVENT_HELD,     /* Receive: its message has come */
     PC_EVENT_ENDED,    /* Receive or Send, status */
-    PC_EVENT_REQUEST,  /* Request: it is done, or holds a message; or Collective: it is done */
-    PC_EVENT_COLLECTIVE, /* so it is called in the queue, while it is a Collective */
-    PC_EVENT_COMPOSED,   /* or its owner: a run that is a part of a call of Python's has ended */
-    PC_EVENT_SEVERAL,    /* or its owner: what it waits for is done */
-    PC_EVENT_ASKED,      /* its owner: such a run has steps for Python to do */
+    /* Started: it is done, or a Request holds a message, or a Collective an announcement; or the
+       owner of what has ended: these two */
+    PC_EVENT_STARTED,
+    PC_EVENT_COMPOSED, /* so the queue calls it: a run that is a part of a call of Python's */
+    PC_EVENT_SEVERAL,  /* so, too: what a wait for several waits for is done */
+    PC_EVENT_ASKED,    /* its owner: such a run has steps for Python to do */
     PC_EVENT_FINISHED, /* rank */
     PC_EVENT_LOST,     /* rank, why */
     PC_EVENT_WANTED,   /* rank: it must be dialed */
@@ -74,7 +75,6 @@ struct pc_py_item {
 };
 
 struct pc_parker;
-struct pc_request;
 struct pc_started;
 
 typedef struct pc_engine_object {
@@ -103,8 +103,7 @@ typedef struct pc_engine_object {
     struct pc_peer_events *peers;
     struct pc_parker *nappers;
     struct pc_py_item *preceding; /* receives that have a successor, by `next_preceding` */
-    struct pc_request *ended; /* requests that are to be let go; written so, too */
-    struct pc_started *ended_collectives; /* so, too */
+    struct pc_started *ended; /* what is to be let go; written so, too */
     _Atomic uint64_t rings;   /* of the doorbell */
     uint64_t looked;          /* how often a wait for any of several has looked at one; for tests */
 } pc_engine_object;
@@ -129,43 +128,28 @@ enum { PC_BROKEN = 1 << 30 };
    cannot have the result. */
 enum { PC_FAILED_IN_PYTHON = 1 << 29, PC_UNFIT };
 
-extern PyType_Spec pc_engine_spec, pc_parker_spec, pc_context_spec, pc_send_spec, pc_receive_spec,
-    pc_request_spec, pc_messages_spec;
-extern PyType_Spec pc_table_spec, pc_composed_spec, pc_memory_spec, pc_piece_spec, pc_scratch_spec,
-    pc_persistent_spec, pc_both_spec, pc_several_spec, pc_plan_spec, pc_collective_spec,
-    pc_collectives_spec;
-extern PyTypeObject *pc_request_type, *pc_context_type;
-/* Of the types that module.c has made, their files keep those that they make and take. */
-void pc_send_types(PyTypeObject *send);
-void pc_item_types(PyTypeObject *receive);
-void pc_parker_types(PyTypeObject *engine);
-void pc_context_types(PyTypeObject *engine, PyTypeObject *context);
-void pc_collective_types(PyTypeObject *collective);
-void pc_composed_types(PyTypeObject *table);
-void pc_memory_type(PyTypeObject *memory);
-void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective, PyTypeObject *comm);
-void pc_request_types(PyTypeObject *request);
-void pc_messages_types(PyTypeObject *context);
+/* Types that others than their own files make, or take; module.c makes them of their specs. */
+extern PyTypeObject *pc_engine_type, *pc_context_type, *pc_send_type, *pc_receive_type,
+    *pc_piece_type, *pc_scratch_type, *pc_started_type;
 
 /* What a thread of the program does with the engine's lock. */
 struct pc_turn {
+    bool is_taken;
     PyThreadState *state; /* NULL: it still has the interpreter's lock */
     uint64_t orders;      /* that the links in Python had before */
 };
 /* Take the engine's lock. Until it is given no Python object may be touched. False: the engine is
-   closed. */
+   closed, and nobody but threads with the interpreter's lock comes here any more. */
 bool pc_engine_take(pc_engine_object *self, struct pc_turn *turn);
+/* Give it back, if it was taken. */
 void pc_engine_give(pc_engine_object *self, const struct pc_turn *turn);
-/* Do something between the two. False: the engine is closed, it was not done. */
-bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument),
-                  void *argument);
 /* With that lock: put an event into the queue, and have somebody take it out; or have nobody hear
    of it. */
 void pc_engine_post(pc_engine_object *self, struct pc_event *event);
 void pc_engine_unpost(pc_engine_object *self, struct pc_event *event);
 /* Raise that the engine is closed; returns NULL. */
 PyObject *pc_engine_is_closed(void);
-/* Let go of requests that have ended. */
+/* started.c: let go of what has ended. */
 void pc_engine_let_go(pc_engine_object *self);
 /* Let all links make progress, and let go of what has ended. Whether anything was done. */
 bool pc_engine_look(pc_engine_object *self);
@@ -220,18 +204,14 @@ PyObject *pc_item_receive(pc_engine_object *self);
 /* send_type.c: the method `MessageEngine.send` */
 PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t count);
 
-/* link_type.c */
-void pc_piece_type(PyTypeObject *type);
-
 /* scratch_type.c */
-void pc_scratch_type(PyTypeObject *type);
 /* The object that keeps scratch memory; NULL, without an exception: it has none. */
 PyObject *pc_scratch_object_of(void *memory);
 /* Free scratch memory, now or when nobody refers to its object any more. */
 void pc_scratch_free_with_keeper(void *memory);
 /* Let go of objects whose memory the engine does not use any more. */
 void pc_scratch_let_go_left(pc_engine_object *self);
-/* Have these ranks reached by transports in Python. 0; -1 with an exception. */
+/* Have these ranks reached by transports in Python. 0, or an errno; -1 with an exception. */
 int pc_link_open(pc_engine_object *self, PyObject *ranks);
 /* Have Python do what stands in the queue; without the lock. An exception that is set stays. */
 void pc_link_do_orders(pc_engine_object *self);
@@ -244,12 +224,11 @@ PyObject *pc_link_tell_arrived(pc_engine_object *self, PyObject *args);
 PyObject *pc_link_tell(pc_engine_object *self, PyObject *args);
 PyObject *pc_link_tell_end(pc_engine_object *self, PyObject *args);
 PyObject *pc_link_tell_lag(pc_engine_object *self, PyObject *value);
-PyObject *pc_link_tell_more(pc_engine_object *self, PyObject *unused);
 
-/* request.c */
-/* With the lock: the event was taken out of the queue. `pc_request_event` follows, without it. */
-void pc_request_event_taken(struct pc_event *event);
-PyObject *pc_request_event(pc_engine_object *self, struct pc_event *event);
+/* started.c */
+/* With the lock: the event was taken out of the queue. `pc_started_event` follows, without it. */
+void pc_started_event_taken(struct pc_event *event);
+PyObject *pc_started_event(pc_engine_object *self, struct pc_event *event);
 
 /* several_type.c: the event was taken out of the queue. Without the lock. */
 PyObject *pc_several_event(struct pc_event *event);
@@ -258,21 +237,8 @@ PyObject *pc_several_event(struct pc_event *event);
 PyObject *pc_composed_event(struct pc_event *event);
 PyObject *pc_composed_asks(struct pc_event *event);
 
-/* collective_run.c */
-/* As for requests. */
-void pc_collective_event_taken(struct pc_event *event);
-PyObject *pc_collective_event(pc_engine_object *self, struct pc_event *event);
-void pc_engine_let_go_collectives(pc_engine_object *engine);
-/* collective_type.c: whether an object is a `Collective`; then what is waited for, and its engine;
-   and its result (new reference; NULL with an exception). */
-bool pc_is_collective(PyObject *object);
 /* persistent_type.c: what one has started last, borrowed; NULL: nothing, or it is none. */
 PyObject *pc_persistent_last(PyObject *object);
-void pc_persistent_type(PyTypeObject *type);
-/* both_type.c */
-void pc_both_type(PyTypeObject *type);
-struct pc_op *pc_collective_op(PyObject *object, pc_engine_object **engine);
-PyObject *pc_collective_result(PyObject *object);
 /* plan_type.c */
 PyObject *pc_forget_plans(PyObject *module, PyObject *unused);
 

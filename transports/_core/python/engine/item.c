@@ -3,8 +3,6 @@
 
 #include <stdlib.h>
 
-static PyTypeObject *receive_type;
-
 static struct pc_py_item *item_of_receive(struct pc_receive *receive) {
     return (struct pc_py_item *)((char *)receive - offsetof(struct pc_py_item, receive));
 }
@@ -175,7 +173,7 @@ void pc_item_swap(PyObject *handle, struct pc_py_item *item) {
 
 PyObject *pc_item_make_handle(PyTypeObject *type, pc_engine_object *engine,
                               struct pc_py_item *item) {
-    pc_handle *handle = (pc_handle *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    pc_handle *handle = pc_new(type);
     if (handle == NULL)
         return NULL;
     handle->engine = (pc_engine_object *)Py_NewRef((PyObject *)engine);
@@ -189,7 +187,7 @@ static PyObject *event_of(pc_engine_object *self, struct pc_py_item *item, enum 
                           int status) {
     PyObject *handle =
         item->handle != NULL ? Py_NewRef(item->handle)
-                             : pc_item_make_handle(receive_type, self, item);
+                             : pc_item_make_handle(pc_receive_type, self, item);
     if (handle == NULL)
         return NULL;
     if (kind != PC_EVENT_ENDED)
@@ -200,34 +198,25 @@ static PyObject *event_of(pc_engine_object *self, struct pc_py_item *item, enum 
     return Py_BuildValue("iNi", kind, handle, status);
 }
 
-struct telling {
-    struct pc_py_item *item;
-    bool is_orphan;
-};
-
-static void was_told(pc_engine_object *self, void *argument) {
-    struct telling *telling = argument;
-    (void)self;
-    telling->item->is_reporting = false;
-    /* else it is freed from there */
-    telling->is_orphan = telling->item->is_orphan && !telling->item->event.stands;
-}
-
 bool pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind,
                    int status, PyObject **event) {
     bool is_gone = item->is_gone;
     if (!is_gone)
         *event = event_of(self, item, kind, status);
-    struct telling telling = {.item = item};
-    if (pc_engine_do(self, was_told, &telling) && telling.is_orphan)
+    struct pc_turn turn;
+    bool is_orphan = false;
+    if (pc_engine_take(self, &turn)) {
+        item->is_reporting = false;
+        is_orphan = item->is_orphan && !item->event.stands; /* else it is freed from there */
+        pc_engine_give(self, &turn);
+    }
+    if (is_orphan)
         pc_item_free(item);
     return !is_gone;
 }
 
 /* Give up whatever is under way, without a word. */
-static void abandon(pc_engine_object *self, void *argument) {
-    struct pc_py_item *item = argument;
-    (void)self;
+static void abandon(struct pc_py_item *item) {
     if (item->send.context != NULL)
         pc_send_take_back(&item->send);
     switch (item->receive.state) {
@@ -243,53 +232,39 @@ static void abandon(pc_engine_object *self, void *argument) {
     }
 }
 
-struct orphaning {
-    struct pc_py_item *item;
-    struct pc_views *views;
-    /* or is being told: who takes its event out of there frees it, which may be at once */
-    bool is_in_queue;
-};
-
-static void orphan(pc_engine_object *self, void *argument) {
-    struct orphaning *orphaning = argument;
-    struct pc_py_item *item = orphaning->item;
-    drop_successor(self, item);
-    abandon(self, item);
-    item->is_orphan = true;
-    item->is_quiet = orphaning->is_in_queue = item->event.stands || item->is_reporting;
-    orphaning->views = item->views;
-    item->views = NULL;
-}
-
 void pc_item_handle_dealloc(pc_handle *handle) {
-    PyTypeObject *type = Py_TYPE((PyObject *)handle);
     struct pc_py_item *item = handle->item;
     if (item != NULL) {
-        struct orphaning orphaning = {.item = item};
+        struct pc_turn turn;
+        /* or is being told: who takes its event out of there frees it, which may be at once */
+        bool is_in_queue = false;
         item->is_gone = true;
-        /* it is closed: nobody takes events */
-        if (!pc_engine_do(handle->engine, orphan, &orphaning))
-            orphaning.views = item->views;
-        if (!orphaning.is_in_queue)
+        bool is_open = pc_engine_take(handle->engine, &turn);
+        struct pc_views *views = item->views;
+        if (is_open) { /* else nobody takes events */
+            drop_successor(handle->engine, item);
+            abandon(item);
+            item->is_orphan = true;
+            item->is_quiet = is_in_queue = item->event.stands || item->is_reporting;
+            item->views = NULL;
+        }
+        pc_engine_give(handle->engine, &turn);
+        if (!is_in_queue)
             pc_item_free(item);
-        pc_views_release(orphaning.views);
+        pc_views_release(views);
     }
     Py_XDECREF((PyObject *)handle->engine);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(handle);
-    Py_DECREF(type);
+    pc_free(handle);
 }
 
-/* Python, which has given it up, is told no more of it. */
-static void abandon_quietly(pc_engine_object *self, void *argument) {
-    struct pc_py_item *item = argument;
-    item->is_quiet = true;
-    abandon(self, item);
-}
-
-PyObject *pc_item_take_back(pc_handle *handle, PyObject *unused) {
-    (void)unused;
+PyObject *pc_item_take_back(pc_handle *handle, PyObject *Py_UNUSED(unused)) {
     struct pc_py_item *item = handle->item;
-    pc_engine_do(handle->engine, abandon_quietly, item);
+    struct pc_turn turn;
+    if (pc_engine_take(handle->engine, &turn)) {
+        item->is_quiet = true; /* Python, which has given it up, is told no more of it */
+        abandon(item);
+        pc_engine_give(handle->engine, &turn);
+    }
     pc_views_release(item->views);
     item->views = NULL;
     Py_RETURN_NONE;
@@ -299,7 +274,7 @@ PyObject *pc_item_take_back(pc_handle *handle, PyObject *unused) {
 
 PyObject *pc_item_new_receive(pc_engine_object *engine, struct pc_py_item **into) {
     struct pc_py_item *item = *into = calloc(1, sizeof *item);
-    PyObject *handle = item != NULL ? pc_item_make_handle(receive_type, engine, item) : NULL;
+    PyObject *handle = item != NULL ? pc_item_make_handle(pc_receive_type, engine, item) : NULL;
     if (handle == NULL) {
         free(item);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
@@ -324,5 +299,3 @@ bool pc_item_take_over(PyObject *handle, struct pc_receive *from) {
     item->is_quiet = false;
     return pc_item_taken(item);
 }
-
-void pc_item_types(PyTypeObject *receive) { receive_type = receive; }

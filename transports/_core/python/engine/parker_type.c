@@ -14,15 +14,11 @@ struct pc_parker {
     struct pc_parker *next, **at; /* of those that nap */
 };
 
-static PyTypeObject *engine_type;
-
-static PyObject *parker_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *parker_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *engine;
-    (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!", engine_type, &engine))
+    if (!PyArg_ParseTuple(args, "O!", pc_engine_type, &engine))
         return NULL;
-    struct pc_parker *self =
-        (struct pc_parker *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    struct pc_parker *self = pc_new(type);
     if (self != NULL) {
         self->engine = (pc_engine_object *)Py_NewRef((PyObject *)engine);
         pc_op_begin(&self->op, &self->engine->drive, -1);
@@ -30,61 +26,52 @@ static PyObject *parker_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return (PyObject *)self;
 }
 
-static void stop_napping(pc_engine_object *engine, void *argument) {
-    struct pc_parker *self = argument;
-    (void)engine;
-    self->begun = false;
-    if (!self->naps)
+static void stop_napping(struct pc_parker *self) {
+    struct pc_turn turn;
+    if (!pc_engine_take(self->engine, &turn))
         return;
-    self->naps = false;
-    *self->at = self->next;
-    if (self->next != NULL)
-        self->next->at = self->at;
+    self->begun = false;
+    if (self->naps) {
+        self->naps = false;
+        *self->at = self->next;
+        if (self->next != NULL)
+            self->next->at = self->at;
+    }
+    pc_engine_give(self->engine, &turn);
 }
 
 static void parker_dealloc(struct pc_parker *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     if (self->naps)
-        pc_engine_do(self->engine, stop_napping, self);
+        stop_napping(self);
     Py_XDECREF((PyObject *)self->engine);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
-
-struct beginning {
-    struct pc_parker *parker;
-    bool naps, may;
-    uint64_t seen;
-};
-
-static void begin(pc_engine_object *engine, void *argument) {
-    struct beginning *beginning = argument;
-    struct pc_parker *self = beginning->parker;
-    beginning->may = !beginning->naps || engine->rings == beginning->seen;
-    if (!beginning->may)
-        return;
-    pc_op_begin(&self->op, &engine->drive, -1);
-    self->begun = true;
-    self->naps = beginning->naps;
-    if (!self->naps)
-        return;
-    self->next = engine->nappers;
-    self->at = &engine->nappers;
-    if (self->next != NULL)
-        self->next->at = &self->next;
-    engine->nappers = self;
+    pc_free(self);
 }
 
 static PyObject *parker_begin(struct pc_parker *self, PyObject *args) {
     PyObject *seen = Py_None;
     if (!PyArg_ParseTuple(args, "|O", &seen))
         return NULL;
-    struct beginning beginning = {.parker = self, .naps = seen != Py_None};
-    if (beginning.naps)
-        beginning.seen = PyLong_AsUnsignedLongLong(seen);
+    pc_engine_object *engine = self->engine;
+    bool naps = seen != Py_None;
+    uint64_t number = naps ? PyLong_AsUnsignedLongLong(seen) : 0;
+    struct pc_turn turn;
     if (PyErr_Occurred())
         return NULL;
-    return PyBool_FromLong(pc_engine_do(self->engine, begin, &beginning) && beginning.may);
+    bool may = pc_engine_take(engine, &turn) && (!naps || engine->rings == number);
+    if (may) {
+        pc_op_begin(&self->op, &engine->drive, -1);
+        self->begun = true;
+        self->naps = naps;
+    }
+    if (may && naps) {
+        self->next = engine->nappers;
+        self->at = &engine->nappers;
+        if (self->next != NULL)
+            self->next->at = &self->next;
+        engine->nappers = self;
+    }
+    pc_engine_give(engine, &turn);
+    return PyBool_FromLong(may);
 }
 
 static PyObject *parker_wait(struct pc_parker *self, PyObject *number) {
@@ -95,27 +82,24 @@ static PyObject *parker_wait(struct pc_parker *self, PyObject *number) {
     if (seconds <= 0)
         deadline = 0;
     else if (seconds < 1e9)
-        deadline = pc_drive_now_ns() + (uint64_t)(seconds * 1e9);
+        deadline = pc_now_ns() + (uint64_t)(seconds * 1e9);
     pc_engine_object *engine = self->engine;
     if (engine->is_open) {
         PyThreadState *state = PyEval_SaveThread();
         pc_drive_wait(&engine->drive, &self->op, NULL, deadline, PARKER_SLICE_NS);
         PyEval_RestoreThread(state);
     }
-    pc_engine_do(engine, stop_napping, self);
+    stop_napping(self);
     Py_RETURN_NONE;
 }
 
-static void wake(pc_engine_object *engine, void *argument) {
-    struct pc_parker *self = argument;
-    (void)engine;
-    if (self->begun && !pc_op_is_done(&self->op))
-        pc_op_end(&self->op, 0);
-}
-
-static PyObject *parker_wake(struct pc_parker *self, PyObject *unused) {
-    (void)unused;
-    pc_engine_do(self->engine, wake, self);
+static PyObject *parker_wake(struct pc_parker *self, PyObject *Py_UNUSED(unused)) {
+    struct pc_turn turn;
+    if (pc_engine_take(self->engine, &turn)) {
+        if (self->begun && !pc_op_is_done(&self->op))
+            pc_op_end(&self->op, 0);
+        pc_engine_give(self->engine, &turn);
+    }
     Py_RETURN_NONE;
 }
 
@@ -155,5 +139,3 @@ PyType_Spec pc_parker_spec = {
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = parker_slots,
 };
-
-void pc_parker_types(PyTypeObject *engine) { engine_type = engine; }

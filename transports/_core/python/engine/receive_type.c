@@ -3,60 +3,34 @@
 
 #include "base/copy.h"
 
-struct accepting {
-    struct pc_py_item *item;
-    void *into;
-    PyObject *keeper; /* what that belongs to */
-    int error;
-    bool is_over;
-};
-
-static void accept(pc_engine_object *self, void *argument) {
-    struct accepting *accepting = argument;
-    struct pc_py_item *item = accepting->item;
-    (void)self;
-    if (item->receive.state == PC_RECEIVE_HELD) {
-        item->is_quiet = true;
-        item->receive.keeper.object = accepting->keeper;
-        accepting->error = pc_receive_into(&item->receive, accepting->into);
-        item->is_quiet = false;
-    }
-    accepting->is_over = item->receive.state == PC_RECEIVE_ENDED;
-    if (accepting->is_over)
-        item->is_quiet = true; /* its end may stand in the queue */
-}
-
 static PyObject *receive_into(pc_handle *handle, PyObject *into) {
     struct pc_py_item *item = handle->item;
     struct pc_views *views = pc_view_into(into, (Py_ssize_t)item->nbytes);
     if (views == NULL)
         return NULL;
-    struct accepting accepting = {
-        .item = item, .into = views->views[0].buf, .keeper = views->views[0].obj};
+    struct pc_receive *receive = &item->receive;
+    struct pc_turn turn;
+    int error = 0;
+    bool is_over = false;
     item->views = views;
-    bool done = pc_engine_do(handle->engine, accept, &accepting);
-    if (done && accepting.error == 0 && !accepting.is_over)
-        Py_RETURN_NONE;
+    if (pc_engine_take(handle->engine, &turn)) {
+        if (receive->state == PC_RECEIVE_HELD) {
+            item->is_quiet = true;
+            receive->keeper.object = views->views[0].obj;
+            error = pc_receive_into(receive, views->views[0].buf);
+            item->is_quiet = false;
+        }
+        is_over = receive->state == PC_RECEIVE_ENDED;
+        item->is_quiet |= is_over; /* its end may stand in the queue */
+        pc_engine_give(handle->engine, &turn);
+        if (error == 0 && !is_over)
+            Py_RETURN_NONE;
+    }
     pc_views_release(views);
     item->views = NULL;
-    if (!done)
+    if (!turn.is_taken)
         return pc_engine_is_closed();
-    return PyLong_FromLong(accepting.error != 0 ? accepting.error : item->receive.status);
-}
-
-static void redirect(pc_engine_object *self, void *argument) {
-    struct accepting *accepting = argument;
-    struct pc_receive *receive = &accepting->item->receive;
-    (void)self;
-    receive->keeper.object = accepting->keeper;
-    if (receive->state == PC_RECEIVE_READING) {
-        pc_receive_redirect(receive, accepting->into);
-    } else if (receive->state == PC_RECEIVE_ENDED && receive->status == 0) {
-        /* its end stands in the queue */
-        if (receive->nbytes > 0)
-            pc_copy(accepting->into, receive->into, receive->nbytes);
-        receive->into = accepting->into; /* it may be redirected once more */
-    }
+    return PyLong_FromLong(error != 0 ? error : receive->status);
 }
 
 static PyObject *receive_redirect(pc_handle *handle, PyObject *into) {
@@ -64,49 +38,48 @@ static PyObject *receive_redirect(pc_handle *handle, PyObject *into) {
     struct pc_views *views = pc_view_into(into, (Py_ssize_t)item->nbytes);
     if (views == NULL)
         return NULL;
-    struct accepting accepting = {
-        .item = item, .into = views->views[0].buf, .keeper = views->views[0].obj};
-    pc_engine_do(handle->engine, redirect, &accepting);
+    struct pc_receive *receive = &item->receive;
+    struct pc_turn turn;
+    void *place = views->views[0].buf;
+    if (pc_engine_take(handle->engine, &turn)) {
+        receive->keeper.object = views->views[0].obj;
+        if (receive->state == PC_RECEIVE_READING) {
+            pc_receive_redirect(receive, place);
+        } else if (receive->state == PC_RECEIVE_ENDED && receive->status == 0) {
+            /* its end stands in the queue */
+            if (receive->nbytes > 0)
+                pc_copy(place, receive->into, receive->nbytes);
+            receive->into = place; /* it may be redirected once more */
+        }
+        pc_engine_give(handle->engine, &turn);
+    }
     struct pc_views *before = item->views;
     item->views = views;
     pc_views_release(before);
     Py_RETURN_NONE;
 }
 
-struct giving_up {
-    struct pc_py_item *item;
-    bool given_up;
-};
-
-static void give_up(pc_engine_object *self, void *argument) {
-    struct giving_up *giving = argument;
-    (void)self;
-    giving->given_up = pc_receive_give_up(&giving->item->receive);
-    if (giving->given_up)
-        giving->item->is_quiet = true; /* its end may stand in the queue */
-}
-
-static PyObject *receive_give_up(pc_handle *handle, PyObject *unused) {
-    (void)unused;
+static PyObject *receive_give_up(pc_handle *handle, PyObject *Py_UNUSED(unused)) {
     struct pc_py_item *item = handle->item;
-    struct giving_up giving = {.item = item};
-    if (!pc_engine_do(handle->engine, give_up, &giving) || !giving.given_up)
+    struct pc_turn turn;
+    bool given_up = pc_engine_take(handle->engine, &turn) && pc_receive_give_up(&item->receive);
+    item->is_quiet |= given_up; /* its end may stand in the queue */
+    pc_engine_give(handle->engine, &turn);
+    if (!given_up)
         Py_RETURN_FALSE;
     pc_views_release(item->views);
     item->views = NULL;
     Py_RETURN_TRUE;
 }
 
-static PyObject *receive_header(pc_handle *handle, void *unused) {
-    (void)unused;
+static PyObject *receive_header(pc_handle *handle, void *Py_UNUSED(unused)) {
     struct pc_py_item *item = handle->item;
     if (item->header == NULL)
         return PyErr_NoMemory();
     return PyBytes_FromStringAndSize((char *)item->header, (Py_ssize_t)item->header_nbytes);
 }
 
-static PyObject *receive_payload(pc_handle *handle, void *unused) {
-    (void)unused;
+static PyObject *receive_payload(pc_handle *handle, void *Py_UNUSED(unused)) {
     struct pc_py_item *item = handle->item;
     if (item->payload == NULL)
         Py_RETURN_NONE;
@@ -114,81 +87,51 @@ static PyObject *receive_payload(pc_handle *handle, void *unused) {
                                    PyBUF_READ);
 }
 
-static PyObject *receive_peer(pc_handle *handle, void *unused) {
-    (void)unused;
+static PyObject *receive_peer(pc_handle *handle, void *Py_UNUSED(unused)) {
     return PyLong_FromLong(handle->item->peer);
 }
-static PyObject *receive_nbytes(pc_handle *handle, void *unused) {
-    (void)unused;
+static PyObject *receive_nbytes(pc_handle *handle, void *Py_UNUSED(unused)) {
     return PyLong_FromSize_t(handle->item->nbytes);
 }
-static PyObject *receive_order(pc_handle *handle, void *unused) {
-    (void)unused;
+static PyObject *receive_order(pc_handle *handle, void *Py_UNUSED(unused)) {
     return PyLong_FromUnsignedLongLong(handle->item->order);
 }
-static PyObject *receive_number(pc_handle *handle, void *unused) {
-    (void)unused;
+static PyObject *receive_number(pc_handle *handle, void *Py_UNUSED(unused)) {
     return PyLong_FromUnsignedLongLong(handle->item->receive.posted.queued.number);
 }
-static PyObject *receive_sender_waits(pc_handle *handle, void *unused) {
-    (void)unused;
+static PyObject *receive_sender_waits(pc_handle *handle, void *Py_UNUSED(unused)) {
     return PyBool_FromLong(handle->item->sender_waits);
 }
-struct looking {
-    struct pc_py_item *item;
-    enum pc_receive_state state;
-    int status;
-};
 
-static void look_at_status(pc_engine_object *self, void *argument) {
-    struct looking *looking = argument;
-    (void)self;
-    looking->status = looking->item->status;
+static PyObject *receive_state(pc_handle *handle, void *Py_UNUSED(unused)) {
+    struct pc_turn turn;
+    bool is_open = pc_engine_take(handle->engine, &turn);
+    enum pc_receive_state state = handle->item->receive.state;
+    if (is_open && state == PC_RECEIVE_HELD)
+        (void)pc_item_taken(handle->item); /* now Python knows of its message */
+    pc_engine_give(handle->engine, &turn);
+    return PyLong_FromLong(state);
 }
 
-static void look(pc_engine_object *self, void *argument) {
-    struct looking *looking = argument;
-    (void)self;
-    looking->state = looking->item->receive.state;
-    if (looking->state == PC_RECEIVE_HELD)
-        (void)pc_item_taken(looking->item); /* now Python knows of its message */
+static PyObject *receive_link_id(pc_handle *handle, void *Py_UNUSED(unused)) {
+    pc_engine_object *engine = handle->engine;
+    const struct pc_receive *receive = &handle->item->receive;
+    struct pc_turn turn;
+    uint64_t id = 0;
+    if (engine->has_queue && pc_engine_take(engine, &turn)) {
+        if (receive->state == PC_RECEIVE_HELD)
+            id = pc_link_id_of_message(&engine->queue, receive->message);
+        pc_engine_give(engine, &turn);
+    }
+    return PyLong_FromUnsignedLongLong(id);
 }
 
-static PyObject *receive_state(pc_handle *handle, void *unused) {
-    (void)unused;
-    struct looking looking = {.item = handle->item};
-    if (!pc_engine_do(handle->engine, look, &looking)) /* it is closed: nobody else writes there */
-        looking.state = handle->item->receive.state;
-    return PyLong_FromLong(looking.state);
-}
-
-struct finding {
-    struct pc_py_item *item;
-    uint64_t id;
-};
-
-static void find_link_id(pc_engine_object *self, void *argument) {
-    struct finding *finding = argument;
-    const struct pc_receive *receive = &finding->item->receive;
-    if (receive->state == PC_RECEIVE_HELD)
-        finding->id = pc_link_id_of_message(&self->queue, receive->message);
-}
-
-static PyObject *receive_link_id(pc_handle *handle, void *unused) {
-    (void)unused;
-    struct finding finding = {.item = handle->item};
-    if (handle->engine->has_queue)
-        pc_engine_do(handle->engine, find_link_id, &finding);
-    return PyLong_FromUnsignedLongLong(finding.id);
-}
-
-static PyObject *receive_status(pc_handle *handle, void *unused) {
-    (void)unused;
-    struct looking looking = {.item = handle->item};
-    if (!pc_engine_do(handle->engine, look_at_status, &looking)) /* it is closed: nobody else writes
-                                                                  there */
-        looking.status = handle->item->status;
-    return PyLong_FromLong(looking.status);
+static PyObject *receive_status(pc_handle *handle, void *Py_UNUSED(unused)) {
+    struct pc_turn turn;
+    (void)pc_engine_take(handle->engine, &turn);
+    int status = handle->item->status;
+    pc_engine_give(handle->engine, &turn);
+    return PyLong_FromLong(status);
 }
 
 static PyGetSetDef receive_values[] = {
@@ -209,16 +152,14 @@ static PyGetSetDef receive_values[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static void count(pc_engine_object *engine, void *argument) {
-    const struct pc_receive *receive = argument;
-    (void)engine;
-    if (receive->state == PC_RECEIVE_HELD)
-        pc_receive_count(receive);
-}
-
-static PyObject *receive_count(pc_handle *handle, PyObject *unused) {
-    (void)unused;
-    pc_engine_do(handle->engine, count, &handle->item->receive);
+static PyObject *receive_count(pc_handle *handle, PyObject *Py_UNUSED(unused)) {
+    const struct pc_receive *receive = &handle->item->receive;
+    struct pc_turn turn;
+    if (pc_engine_take(handle->engine, &turn)) {
+        if (receive->state == PC_RECEIVE_HELD)
+            pc_receive_count(receive);
+        pc_engine_give(handle->engine, &turn);
+    }
     Py_RETURN_NONE;
 }
 

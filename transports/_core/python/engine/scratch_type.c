@@ -13,19 +13,14 @@ typedef struct {
     Py_ssize_t nbytes;
 } pc_scratch_object;
 
-static PyTypeObject *scratch_type;
-
 static void scratch_dealloc(pc_scratch_object *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     /* whoever has registered the memory takes that back */
     PyObject_ClearWeakRefs((PyObject *)self);
     pc_scratch_discard(self->start);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    pc_free(self);
 }
 
-static PyObject *scratch_address(pc_scratch_object *self, void *unused) {
-    (void)unused;
+static PyObject *scratch_address(pc_scratch_object *self, void *Py_UNUSED(unused)) {
     return PyLong_FromVoidPtr(self->start);
 }
 
@@ -56,15 +51,12 @@ PyType_Spec pc_scratch_spec = {
     .slots = scratch_slots,
 };
 
-void pc_scratch_type(PyTypeObject *type) { scratch_type = type; }
-
 PyObject *pc_scratch_object_of(void *memory) {
     void **keeper = pc_scratch_keeper(memory);
     if (keeper == NULL)
         return NULL;
     if (*keeper == NULL) {
-        pc_scratch_object *self = (pc_scratch_object *)((allocfunc)PyType_GetSlot(
-            scratch_type, Py_tp_alloc))(scratch_type, 0);
+        pc_scratch_object *self = pc_new(pc_scratch_type);
         if (self == NULL) {
             PyErr_Clear();
             return NULL;
@@ -84,16 +76,13 @@ void pc_scratch_free_with_keeper(void *memory) {
         pc_scratch_discard(memory);
 }
 
-struct leaving {
-    void *keeper;
-};
-
-static void take_left(pc_engine_object *engine, void *argument) {
-    ((struct leaving *)argument)->keeper = pc_scratch_next_left(&engine->engine.scratch);
-}
-
 void pc_scratch_let_go_left(pc_engine_object *engine) {
-    struct leaving leaving;
-    while (pc_engine_do(engine, take_left, &leaving) && leaving.keeper != NULL)
-        Py_DECREF((PyObject *)leaving.keeper);
+    struct pc_turn turn;
+    PyObject *keeper = NULL;
+    do {
+        Py_XDECREF(keeper);
+        keeper = pc_engine_take(engine, &turn) ? pc_scratch_next_left(&engine->engine.scratch)
+                                               : NULL;
+        pc_engine_give(engine, &turn);
+    } while (keeper != NULL);
 }

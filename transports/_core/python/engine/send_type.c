@@ -3,42 +3,16 @@
 
 #include <stdlib.h>
 
-static PyTypeObject *send_type;
-
-struct sending {
-    struct pc_py_item *item;
-    const char *header;
-    Py_ssize_t header_nbytes;
-    int way, answer;
-};
-
-static void send(pc_engine_object *self, void *argument) {
-    struct sending *sending = argument;
-    struct pc_py_item *item = sending->item;
-    sending->answer = pc_send_start(self->engine.others, &item->send, sending->header,
-                                    (size_t)sending->header_nbytes, (enum pc_way)sending->way);
-}
-
-/* A transport in Python has been asked meanwhile: it may be done. */
-static void look_at_send(pc_engine_object *self, void *argument) {
-    struct sending *sending = argument;
-    (void)self;
-    if (sending->item->send.context == NULL)
-        sending->answer = PC_SENT;
-    else
-        sending->item->is_quiet = false;
-}
-
 PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t count) {
-    struct sending sending = {0};
+    char *header;
+    Py_ssize_t header_nbytes;
     if (count != 4) {
         PyErr_SetString(PyExc_TypeError, "arguments are rank, header, parts, way");
         return NULL;
     }
     long peer = PyLong_AsLong(args[0]);
-    sending.way = (int)PyLong_AsLong(args[3]);
-    if (PyErr_Occurred() ||
-        PyBytes_AsStringAndSize(args[1], (char **)&sending.header, &sending.header_nbytes) < 0)
+    enum pc_way way = (enum pc_way)PyLong_AsLong(args[3]);
+    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[1], &header, &header_nbytes) < 0)
         return NULL;
     if (peer < 0 || peer >= self->engine.size || self->links[peer] == NULL) {
         PyErr_SetString(PyExc_ValueError, "there is no link to such a rank");
@@ -47,10 +21,10 @@ PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t
     struct pc_views *views = pc_view_parts(args[2]);
     if (views == NULL)
         return NULL;
-    struct pc_py_item *item = sending.item = calloc(1, sizeof *item);
+    struct pc_py_item *item = calloc(1, sizeof *item);
     struct iovec *parts = malloc((size_t)(views->count + 1) * sizeof *parts);
     PyObject *handle =
-        item != NULL && parts != NULL ? pc_item_make_handle(send_type, self, item) : NULL;
+        item != NULL && parts != NULL ? pc_item_make_handle(pc_send_type, self, item) : NULL;
     if (handle == NULL) {
         free(item);
         free(parts);
@@ -68,36 +42,36 @@ PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t
     item->send.owner = self;
     item->send.keeper.object = views->count == 1 ? views->views[0].obj : NULL;
     item->is_quiet = self->has_queue;
-    if (!pc_engine_do(self, send, &sending)) {
+    struct pc_turn turn;
+    if (!pc_engine_take(self, &turn)) {
         Py_DECREF(handle);
         return pc_engine_is_closed();
     }
-    if (self->has_queue && sending.answer == PC_UNDER_WAY)
-        pc_engine_do(self, look_at_send, &sending);
-    if (sending.answer == PC_UNDER_WAY)
+    int answer =
+        pc_send_start(self->engine.others, &item->send, header, (size_t)header_nbytes, way);
+    pc_engine_give(self, &turn);
+    if (item->is_quiet && answer == PC_UNDER_WAY && pc_engine_take(self, &turn)) {
+        /* a transport in Python has been asked meanwhile: it may be done */
+        if (item->send.context == NULL)
+            answer = PC_SENT;
+        else
+            item->is_quiet = false;
+        pc_engine_give(self, &turn);
+    }
+    if (answer == PC_UNDER_WAY)
         return handle;
     int status = item->send.status;
     Py_DECREF(handle);
     return status == 0 ? Py_NewRef(Py_None) : PyLong_FromLong(status);
 }
 
-struct stopping {
-    struct pc_py_item *item;
-    bool stopped;
-};
-
-static void stop(pc_engine_object *self, void *argument) {
-    struct stopping *stopping = argument;
-    (void)self;
-    stopping->stopped = pc_send_stop(&stopping->item->send);
-}
-
-static PyObject *send_stop(pc_handle *handle, PyObject *unused) {
-    (void)unused;
-    struct stopping stopping = {.item = handle->item};
+static PyObject *send_stop(pc_handle *handle, PyObject *Py_UNUSED(unused)) {
+    struct pc_turn turn;
     pc_link_before_stop(handle->engine, &handle->item->send);
-    pc_engine_do(handle->engine, stop, &stopping);
-    return PyBool_FromLong(stopping.stopped);
+    bool stopped =
+        pc_engine_take(handle->engine, &turn) && pc_send_stop(&handle->item->send);
+    pc_engine_give(handle->engine, &turn);
+    return PyBool_FromLong(stopped);
 }
 
 static PyMethodDef send_methods[] = {
@@ -121,5 +95,3 @@ PyType_Spec pc_send_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = send_slots,
 };
-
-void pc_send_types(PyTypeObject *send) { send_type = send; }

@@ -370,5 +370,6 @@ extern PyMethodDef pc_reduce_rows_methods[];
 void pc_shared_init(void);
 
 PyType_Spec *pc_comm_spec(void); /* comm_type.c */
+extern PyTypeObject *pc_comm_type;
 
 #endif

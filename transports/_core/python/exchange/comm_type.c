@@ -9,8 +9,7 @@
 
 /* --- what is set ------------------------------------------------------------------------------ */
 
-static PyObject *comm_close(pc_comm *comm, PyObject *unused) {
-    (void)unused;
+static PyObject *comm_close(pc_comm *comm, PyObject *Py_UNUSED(unused)) {
     pc_comm_detach(comm);
     Py_RETURN_NONE;
 }
@@ -41,8 +40,7 @@ static PyObject *comm_claim(pc_comm *comm, PyObject *seconds) {
     Py_RETURN_TRUE;
 }
 
-static PyObject *comm_release(pc_comm *comm, PyObject *unused) {
-    (void)unused;
+static PyObject *comm_release(pc_comm *comm, PyObject *Py_UNUSED(unused)) {
     comm->claimed = false;
     Py_RETURN_NONE;
 }
@@ -72,8 +70,7 @@ static PyObject *comm_entered(pc_comm *comm, PyObject *arg) {
 /* differing() -> (rank, number, mine, theirs): the first call that another rank has made
    differently, with the signatures and shapes of both; None. It never waits: of two ranks that have
    made a call, the one that asks later sees both. */
-static PyObject *comm_differing(pc_comm *comm, PyObject *unused) {
-    (void)unused;
+static PyObject *comm_differing(pc_comm *comm, PyObject *Py_UNUSED(unused)) {
     if (comm->entry < 0 || comm->claimed || comm->busy || pc_host_forked(comm->host))
         Py_RETURN_NONE;
     for (int rank = 0; rank < comm->size; rank++) {
@@ -93,8 +90,7 @@ static PyObject *comm_differing(pc_comm *comm, PyObject *unused) {
 
 /* --- the type --------------------------------------------------------------------------------- */
 
-static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    (void)kwargs;
+static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *host, *ranks, *sleep, *mismatch, *give_up;
     unsigned long long ident;
     int rank;
@@ -107,7 +103,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     pc_host *memory = pc_host_of(host);
     if (memory == NULL)
         return NULL;
-    pc_comm *comm = (pc_comm *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    pc_comm *comm = pc_new(type);
     if (comm == NULL)
         return NULL;
     comm->host = memory;
@@ -162,7 +158,6 @@ static int comm_clear(pc_comm *comm) {
 }
 
 static void comm_dealloc(pc_comm *comm) {
-    PyTypeObject *type = Py_TYPE((PyObject *)comm);
     PyObject_GC_UnTrack(comm);
     pc_comm_detach(comm);
     comm_clear(comm);
@@ -172,16 +167,13 @@ static void comm_dealloc(pc_comm *comm) {
     PyMem_Free(comm->compared);
     free(comm->scratch);
     pc_forget_choices(comm);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(comm);
-    Py_DECREF(type);
+    pc_free(comm);
 }
 
-static PyObject *comm_get_number(pc_comm *comm, void *unused) {
-    (void)unused;
+static PyObject *comm_get_number(pc_comm *comm, void *Py_UNUSED(unused)) {
     return PyLong_FromUnsignedLongLong(comm->number);
 }
-static PyObject *comm_get_internal(pc_comm *comm, void *unused) {
-    (void)unused;
+static PyObject *comm_get_internal(pc_comm *comm, void *Py_UNUSED(unused)) {
     /* a call that was heard only is still to be made */
     return PyLong_FromUnsignedLongLong(comm->internal + comm->heard);
 }
@@ -189,8 +181,7 @@ static PyObject *comm_get_piece_nbytes(pc_comm *comm, void *unused) {
     (void)comm, (void)unused;
     return PyLong_FromSize_t(PC_PIECE_NBYTES);
 }
-static PyObject *comm_get_choices(pc_comm *comm, void *unused) {
-    (void)unused;
+static PyObject *comm_get_choices(pc_comm *comm, void *Py_UNUSED(unused)) {
     PyObject *list = PyList_New(0);
     for (int kind = 0; kind < PC_KINDS; kind++) {
         for (int bits = 0; list != NULL && bits < PC_CHOICES; bits++) {
@@ -204,14 +195,12 @@ static PyObject *comm_get_choices(pc_comm *comm, void *unused) {
     }
     return list;
 }
-static PyObject *comm_get_ready(pc_comm *comm, void *unused) {
-    (void)unused;
+static PyObject *comm_get_ready(pc_comm *comm, void *Py_UNUSED(unused)) {
     return PyBool_FromLong(comm->usable && !comm->host->python_busy && !pc_host_failed(comm->host));
 }
 
 /* Bytes of its region that take memory; 0 if it is not attached. */
-static PyObject *comm_get_taken(pc_comm *comm, void *unused) {
-    (void)unused;
+static PyObject *comm_get_taken(pc_comm *comm, void *Py_UNUSED(unused)) {
     size_t pages = comm->region != NULL ? pc_round_up(comm->region_nbytes, PC_PAGE) / PC_PAGE : 0;
     size_t taken = 0;
     unsigned char *in_memory = PyMem_Calloc(pages + 1, 1);
@@ -224,36 +213,29 @@ static PyObject *comm_get_taken(pc_comm *comm, void *unused) {
     return PyLong_FromSize_t(taken * PC_PAGE);
 }
 
-static PyObject *comm_get_op_timeout(pc_comm *comm, void *unused) {
-    (void)unused;
+static PyObject *comm_get_op_timeout(pc_comm *comm, void *Py_UNUSED(unused)) {
     return pc_seconds(comm->op_timeout_ns);
 }
-static int comm_set_op_timeout(pc_comm *comm, PyObject *value, void *unused) {
-    (void)unused;
+static int comm_set_op_timeout(pc_comm *comm, PyObject *value, void *Py_UNUSED(unused)) {
     return pc_set_timeout(value, &comm->op_timeout_ns);
 }
 
-static PyObject *comm_get_deadline(pc_comm *comm, void *unused) {
-    (void)unused;
+static PyObject *comm_get_deadline(pc_comm *comm, void *Py_UNUSED(unused)) {
     uint64_t until_ns = comm->deadline.until_ns;
     return PyFloat_FromDouble(until_ns == 0 || until_ns == PC_FOR_EVER ? Py_HUGE_VAL
                                                                       : (double)until_ns * 1e-9);
 }
-static PyObject *comm_get_attached(pc_comm *comm, void *unused) {
-    (void)unused;
+static PyObject *comm_get_attached(pc_comm *comm, void *Py_UNUSED(unused)) {
     return PyBool_FromLong(comm->entry >= 0);
 }
-static PyObject *comm_get_direct(pc_comm *comm, void *unused) {
-    (void)unused;
+static PyObject *comm_get_direct(pc_comm *comm, void *Py_UNUSED(unused)) {
     return PyBool_FromLong(comm->direct);
 }
 
-static PyObject *comm_get_may_use_gpus(pc_comm *comm, void *unused) {
-    (void)unused;
+static PyObject *comm_get_may_use_gpus(pc_comm *comm, void *Py_UNUSED(unused)) {
     return PyBool_FromLong(comm->may_use_gpus);
 }
-static int comm_set_may_use_gpus(pc_comm *comm, PyObject *value, void *unused) {
-    (void)unused;
+static int comm_set_may_use_gpus(pc_comm *comm, PyObject *value, void *Py_UNUSED(unused)) {
     comm->may_use_gpus = value == Py_True;
     return 0;
 }

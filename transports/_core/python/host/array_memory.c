@@ -92,8 +92,7 @@ static bool open_for_writing(const void *memory, size_t nbytes) {
 
 /* hook_numpy(api) -> bool: have NumPy ask here, given its table of functions; False: it is not as
    expected. */
-PyObject *pc_hook_numpy(PyObject *module, PyObject *api) {
-    (void)module;
+PyObject *pc_hook_numpy(PyObject *Py_UNUSED(module), PyObject *api) {
     if (replaced == NULL) {
         void **table = PyCapsule_GetPointer(api, PyCapsule_GetName(api));
         if (table == NULL)
@@ -122,9 +121,8 @@ PyObject *pc_hook_numpy(PyObject *module, PyObject *api) {
 
 /* open_arena([fd, rank, size]): map this process's arena, given the memory file of its host;
    without, as soon as that is there. OSError. */
-PyObject *pc_open_arena(PyObject *module, PyObject *args) {
+PyObject *pc_open_arena(PyObject *Py_UNUSED(module), PyObject *args) {
     int fd = -1, rank = 0, size = 1, error = 0;
-    (void)module;
     if (!PyArg_ParseTuple(args, "|iii", &fd, &rank, &size))
         return NULL;
     if (rank < 0 || rank >= size) {
@@ -144,8 +142,7 @@ PyObject *pc_open_arena(PyObject *module, PyObject *args) {
 
 /* share_arrays(nbytes or None) -> what it was: arrays of so many bytes and more lie in the arena
    from now on */
-PyObject *pc_share_arrays(PyObject *module, PyObject *nbytes) {
-    (void)module;
+PyObject *pc_share_arrays(PyObject *Py_UNUSED(module), PyObject *nbytes) {
     size_t to = nbytes == Py_None ? SIZE_MAX : PyLong_AsSize_t(nbytes);
     if (PyErr_Occurred())
         return NULL;
@@ -154,23 +151,20 @@ PyObject *pc_share_arrays(PyObject *module, PyObject *nbytes) {
 }
 
 /* share_next(bool): whether all arrays that this thread makes lie in the arena */
-PyObject *pc_share_next(PyObject *module, PyObject *whether) {
-    (void)module;
+PyObject *pc_share_next(PyObject *Py_UNUSED(module), PyObject *whether) {
     wanted = PyObject_IsTrue(whether) == 1;
     Py_RETURN_NONE;
 }
 
 /* retire_arrays(): the process ends; what it frees from now on is not used again. */
-PyObject *pc_retire_arrays(PyObject *module, PyObject *unused) {
-    (void)module, (void)unused;
+PyObject *pc_retire_arrays(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
     pc_arena_retire();
     Py_RETURN_NONE;
 }
 
 /* shared_use() -> (arrays, bytes, bytes kept for the next arrays, arrays that found no place, their
    bytes) */
-PyObject *pc_shared_use(PyObject *module, PyObject *unused) {
-    (void)module, (void)unused;
+PyObject *pc_shared_use(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused)) {
     struct pc_arena_use use = pc_arena_use();
     return Py_BuildValue("(KKKKK)", (unsigned long long)use.blocks, (unsigned long long)use.nbytes,
                          (unsigned long long)use.kept_nbytes,
@@ -179,10 +173,9 @@ PyObject *pc_shared_use(PyObject *module, PyObject *unused) {
 }
 
 /* is_shared(address, nbytes) -> bool: whether that lies in this process's arena */
-PyObject *pc_is_shared(PyObject *module, PyObject *args) {
+PyObject *pc_is_shared(PyObject *Py_UNUSED(module), PyObject *args) {
     unsigned long long address;
     Py_ssize_t nbytes;
-    (void)module;
     if (!PyArg_ParseTuple(args, "Kn", &address, &nbytes))
         return NULL;
     return PyBool_FromLong(nbytes >= 0 &&

@@ -29,32 +29,22 @@ static PyObject *host_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     if (bells == NULL)
         return PyErr_NoMemory();
     pc_host_object *self = NULL;
-    for (Py_ssize_t index = 0; index < size; index++) {
-        PyObject *item = PySequence_GetItem(doorbells, index);
-        bells[index] = item != NULL ? (int)PyLong_AsLong(item) : -1;
-        Py_XDECREF(item);
-        if (PyErr_Occurred())
-            goto ended;
-    }
-    self = (pc_host_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (pc_read_ranks(doorbells, size, INT_MIN, INT_MAX, bells))
+        self = pc_new(type);
     int error = self != NULL ? pc_host_open(&self->host, fd, rank, (int)size, bells, cores) : 0;
+    if (self != NULL)
+        self->host.owns = owns != 0;
     if (error != 0) {
         Py_CLEAR(self);
-        errno = error;
-        PyErr_SetFromErrno(PyExc_OSError);
-    } else if (self != NULL) {
-        self->host.owns = owns != 0;
+        pc_raise_errno(error);
     }
-ended:
     PyMem_Free(bells);
     return (PyObject *)self;
 }
 
 static void host_dealloc(pc_host_object *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     pc_host_close(&self->host);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    pc_free(self);
 }
 
 pc_host *pc_host_of(PyObject *object) {
@@ -64,14 +54,12 @@ pc_host *pc_host_of(PyObject *object) {
     return NULL;
 }
 
-static PyObject *host_sleep(pc_host_object *self, PyObject *unused) {
-    (void)unused;
+static PyObject *host_sleep(pc_host_object *self, PyObject *Py_UNUSED(unused)) {
     pc_host_sleep(&self->host);
     Py_RETURN_NONE;
 }
 
-static PyObject *host_awake(pc_host_object *self, PyObject *unused) {
-    (void)unused;
+static PyObject *host_awake(pc_host_object *self, PyObject *Py_UNUSED(unused)) {
     pc_host_awake(&self->host);
     Py_RETURN_NONE;
 }
@@ -85,8 +73,7 @@ static PyObject *host_set_status(pc_host_object *self, PyObject *text) {
     Py_RETURN_NONE;
 }
 
-static PyObject *host_see_failure(pc_host_object *self, PyObject *unused) {
-    (void)unused;
+static PyObject *host_see_failure(pc_host_object *self, PyObject *Py_UNUSED(unused)) {
     self->host.seen_epoch = atomic_load(&pc_host_page(&self->host)->epoch);
     Py_RETURN_NONE;
 }
@@ -110,8 +97,7 @@ static PyObject *host_window(pc_host_object *self, PyObject *args) {
     return PyMemoryView_FromMemory((char *)here, nbytes, PyBUF_WRITE);
 }
 
-static PyObject *host_has_arena(pc_host_object *self, PyObject *unused) {
-    (void)unused;
+static PyObject *host_has_arena(pc_host_object *self, PyObject *Py_UNUSED(unused)) {
     pc_host *host = &self->host;
     return PyBool_FromLong(atomic_load(&pc_host_record(host, host->rank)->arena) != 0);
 }

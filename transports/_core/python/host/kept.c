@@ -54,9 +54,8 @@ static PyObject *ranks_of(int fd, off_t region, int size, struct pc_progress *pr
 }
 
 /* kept_calls(fd, size) -> [(ident, [(rank, rank on the host, number of calls, last calls)])] */
-PyObject *pc_kept_calls(PyObject *module, PyObject *args) {
+PyObject *pc_kept_calls(PyObject *Py_UNUSED(module), PyObject *args) {
     int fd, size;
-    (void)module;
     if (!PyArg_ParseTuple(args, "ii", &fd, &size))
         return NULL;
     if (size < 1) {

@@ -1,38 +1,30 @@
 /* What a list of requests is made of. See gathering.h. */
 #include "gathering.h"
 
-#include "python/collectives/collective.h"
-
-static void add(struct pc_gathering *gathering, PyObject *object, struct pc_request *request,
-                struct pc_op *op, char *collected, Py_ssize_t place) {
-    if (!gathering->any || !*collected)
-        gathering->awaited[gathering->count++] =
-            (struct pc_awaited){Py_NewRef(object), request, op, collected, place, false};
+static void add(struct pc_gathering *gathering, struct pc_started *listed,
+                struct pc_started *started, Py_ssize_t place) {
+    Py_INCREF((PyObject *)listed);
+    gathering->awaited[gathering->count++] = (struct pc_awaited){listed, started, place, false};
 }
 
 /* Add what is waited for in the core: an item itself, or what a persistent one has started. NULL:
    it is not in the core. Else its engine. */
 static pc_engine_object *
 add_item(struct pc_gathering *gathering, PyObject *item, Py_ssize_t place) {
-    PyObject *started = pc_persistent_last(item), *object = started != NULL ? started : item;
+    PyObject *last = pc_persistent_last(item);
+    struct pc_started *started = (struct pc_started *)(last != NULL ? last : item);
     struct pc_request *received, *sent;
-    pc_engine_object *engine;
-    if (PyObject_TypeCheck(object, pc_request_type)) {
-        struct pc_request *request = (struct pc_request *)object;
-        add(gathering, object, request, &request->op, &request->collected, place);
-        return request->messages->engine;
-    }
-    if (pc_both_parts(object, &received, &sent)) {
-        char *collected = pc_both_collected(object);
-        add(gathering, object, received, &received->op, collected, place);
-        add(gathering, (PyObject *)sent, sent, &sent->op, collected, PC_NO_PLACE);
-        return received->messages->engine;
-    }
-    if (!pc_is_collective(object))
+    if (!pc_is_started((PyObject *)started))
         return NULL;
-    struct pc_op *op = pc_collective_op(object, &engine);
-    add(gathering, object, NULL, op, &((struct pc_started *)object)->collected, place);
-    return engine;
+    if (gathering->any && started->collected)
+        return started->of->engine;
+    if (pc_both_parts((PyObject *)started, &received, &sent)) {
+        add(gathering, started, (struct pc_started *)received, place);
+        add(gathering, (struct pc_started *)sent, (struct pc_started *)sent, PC_NO_PLACE);
+    } else {
+        add(gathering, started, started, place);
+    }
+    return started->of->engine;
 }
 
 bool pc_gather(struct pc_gathering *gathering) {
@@ -47,24 +39,17 @@ bool pc_gather(struct pc_gathering *gathering) {
     return gathering->count > 0;
 }
 
-bool pc_awaited_is_done(const struct pc_awaited *awaited) {
-    return awaited->request != NULL ? pc_request_is_done(awaited->request)
-                                    : pc_op_is_done(awaited->op);
-}
-
-bool pc_awaited_is_well(const struct pc_awaited *awaited) {
-    return awaited->request != NULL ? awaited->request->status == 0
-                                    : pc_op_is_done(awaited->op) && awaited->op->status == 0;
+bool pc_awaited_is_held(const struct pc_awaited *awaited) {
+    return awaited->started->ops == &pc_request_ops &&
+           pc_request_is_held((struct pc_request *)awaited->started);
 }
 
 void pc_gathering_let_go(struct pc_gathering *gathering) {
     for (Py_ssize_t index = 0; index < gathering->count; index++)
-        Py_DECREF(gathering->awaited[index].object);
+        Py_DECREF((PyObject *)gathering->awaited[index].listed);
 }
 
-void pc_scatter(pc_engine_object *engine, void *argument) {
-    struct pc_gathering *gathering = argument;
-    (void)engine;
+void pc_scatter(struct pc_gathering *gathering) {
     for (Py_ssize_t index = 0; index < gathering->count; index++)
-        pc_several_remove(&gathering->several, gathering->awaited[index].op);
+        pc_several_remove(&gathering->several, &gathering->awaited[index].started->op);
 }

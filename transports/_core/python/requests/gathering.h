@@ -7,13 +7,10 @@
 /* What an entry gives that only belongs to the one before it: nothing. */
 #define PC_NO_PLACE -1
 
-/* A request, or a collective: then `request` is NULL. A receive and a send that are one request are
-   two entries. */
+/* A receive and a send that are one request are two entries. */
 struct pc_awaited {
-    PyObject *object; /* kept */
-    struct pc_request *request;
-    struct pc_op *op;
-    char *collected;  /* whether a wait has returned its result */
+    struct pc_started *listed; /* kept; of these two it is, and then the send */
+    struct pc_started *started;
     Py_ssize_t place; /* of its result */
     bool was_done;    /* when it was last looked at, without the engine's lock */
 };
@@ -34,8 +31,12 @@ struct pc_gathering {
 bool pc_gather(struct pc_gathering *gathering);
 void pc_gathering_let_go(struct pc_gathering *gathering);
 /* With the engine's lock: have no end counted any more. */
-void pc_scatter(pc_engine_object *engine, void *gathering);
-bool pc_awaited_is_done(const struct pc_awaited *awaited);
-bool pc_awaited_is_well(const struct pc_awaited *awaited);
+void pc_scatter(struct pc_gathering *gathering);
+/* Whether it holds a message. */
+bool pc_awaited_is_held(const struct pc_awaited *awaited);
+/* Whether it has ended, and not failed. */
+static inline bool pc_awaited_is_well(const struct pc_awaited *awaited) {
+    return pc_op_is_done(&awaited->started->op) && awaited->started->op.status == 0;
+}
 
 #endif

@@ -6,13 +6,6 @@
 
 /* --- arguments -------------------------------------------------------------------------------- */
 
-bool pc_messages_may_start(const pc_messages *self) {
-    const pc_engine_object *engine = self->engine;
-    return PC_LIKELY(self->context->messages_usable && !engine->python_busy) &&
-           atomic_load_explicit(&engine->drive.closed, memory_order_relaxed) == PC_DRIVE_OPEN &&
-           (engine->host == NULL || !pc_host_failed(engine->shm.channel.host));
-}
-
 static bool plain_peer(const pc_messages *self, PyObject *value, long least, int *peer) {
     long number = value == NULL ? least : small_int(value, least, -2);
     *peer = (int)number;
@@ -190,25 +183,6 @@ static PyObject *hand_over(pc_messages *self, const char *name, struct pc_reques
     return result;
 }
 
-struct giving_up {
-    struct pc_request *request;
-    bool given_up;
-};
-
-static void give_up(pc_engine_object *engine, void *argument) {
-    struct giving_up *giving = argument;
-    (void)engine;
-    giving->given_up = pc_request_give_up(giving->request);
-}
-
-bool pc_messages_give_up(struct pc_request *request) {
-    pc_engine_object *engine = request->messages->engine;
-    struct giving_up giving = {.request = request};
-    pc_engine_do(engine, give_up, &giving);
-    pc_engine_let_go(engine);
-    return giving.given_up;
-}
-
 PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint64_t timeout_ns) {
     if (request == NULL)
         return NULL;
@@ -220,7 +194,7 @@ PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint
     else if (done == 0)
         result = hand_over(self, "finish", request, NULL, &patience);
     if (result == NULL) /* or a signal handler that has raised would leave it to take a message */
-        pc_messages_give_up(request);
+        pc_started_give_up((struct pc_started *)request);
     Py_DECREF((PyObject *)request);
     return result;
 }
@@ -241,8 +215,8 @@ PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received
         Py_XDECREF(nothing);
     }
     if (result == NULL) {
-        pc_messages_give_up(received);
-        pc_messages_give_up(sent);
+        pc_started_give_up((struct pc_started *)received);
+        pc_started_give_up((struct pc_started *)sent);
     }
     Py_DECREF((PyObject *)received);
     Py_DECREF((PyObject *)sent);

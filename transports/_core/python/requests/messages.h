@@ -24,7 +24,9 @@ struct pc_incoming_call {
 };
 
 /* Whether anything can be started here. */
-bool pc_messages_may_start(const pc_messages *self);
+static inline bool pc_messages_may_start(const pc_messages *self) {
+    return pc_may_start((const struct pc_methods *)self, self->context->messages_usable);
+}
 /* 1: `outgoing` is filled in; 0: leave it to Python; -1 with an exception. */
 int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag,
                    struct pc_outgoing *outgoing);
@@ -44,27 +46,15 @@ struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incomi
 bool pc_messages_post(pc_messages *self, const struct pc_outgoing *outgoing);
 bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming);
 
-/* Give up a request of a blocking call; false: it has ended. */
-bool pc_messages_give_up(struct pc_request *request);
 /* Wait for the request of a blocking call, which is let go; what takes long goes on in Python. */
 PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint64_t timeout_ns);
 /* The same for a receive and a send at the same time; if one fails, the other is given up. */
 PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received,
                                   struct pc_request *sent, uint64_t timeout_ns);
 
-/* both_type.c: a request of a type that derives from `_core.Both`; NULL with an exception. */
-PyObject *pc_both_new(PyObject *type, struct pc_request *received, struct pc_request *sent);
-bool pc_is_both_type(PyObject *type);
+/* both_type.c: a request of the type for that, `both_type`; NULL with an exception. */
+PyObject *pc_both_new(struct pc_request *received, struct pc_request *sent);
 /* The requests it is made of, borrowed; false: it is none. */
 bool pc_both_parts(PyObject *object, struct pc_request **received, struct pc_request **sent);
-/* Whether a wait has returned its result. */
-char *pc_both_collected(PyObject *object);
-/* Whether both have ended. */
-bool pc_both_is_done(PyObject *object);
-/* NULL with an exception. */
-PyObject *pc_both_result(PyObject *object);
-/* The method `wait`. */
-PyObject *pc_both_wait_method(PyObject *object, PyObject *const *args, Py_ssize_t count,
-                              PyObject *keywords);
 
 #endif

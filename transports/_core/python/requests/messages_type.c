@@ -7,8 +7,6 @@
 
 #include <stdlib.h>
 
-static PyTypeObject *context_type;
-
 static const signed char sendrecv_order[] = {X, DEST, SOURCE, SENDTAG, RECVTAG, OUT, STATUS, -1},
                          probe_order[] = {SOURCE, TAG, -1};
 
@@ -109,7 +107,7 @@ static bool start_both(pc_messages *self, const struct pc_incoming_call *incomin
     *sent = pc_messages_send(self, outgoing, PC_SEND, is_blocking, way);
     if (*sent != NULL)
         return true;
-    pc_messages_give_up(*received);
+    pc_started_give_up((struct pc_started *)*received);
     Py_DECREF((PyObject *)*received);
     return false;
 }
@@ -147,7 +145,7 @@ static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t co
                    : pc_call_method(self->slow, name, args, count, keywords);
     if (is_blocking)
         return pc_messages_finish_both(self, received, sent, timeout_ns);
-    PyObject *both = pc_both_new(self->both_type, received, sent);
+    PyObject *both = pc_both_new(received, sent);
     Py_DECREF((PyObject *)received);
     Py_DECREF((PyObject *)sent);
     return both;
@@ -199,8 +197,8 @@ static PyObject *messages_iprobe(pc_messages *self, PyObject *const *args, Py_ss
         return PyErr_Occurred() ? NULL
                                 : pc_call_method(self->slow, "iprobe", args, count, keywords);
     PyObject *result;
-    uint64_t now = pc_drive_now_ns();
-    if (pc_request_is_done(request) || !pc_messages_give_up(request)) {
+    uint64_t now = pc_now_ns();
+    if (pc_request_is_done(request) || !pc_started_give_up((struct pc_started *)request)) {
         result = pc_request_result(request);
     } else if (now - self->looked_ns > LOOK_NS) {
         self->looked_ns = now;
@@ -212,21 +210,21 @@ static PyObject *messages_iprobe(pc_messages *self, PyObject *const *args, Py_ss
     return result;
 }
 
-static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *context, *members, *owner, *request, *both, *status, *values, *slow;
-    (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!OOO!O!OO!O", context_type, &context, &members, &owner,
+    if (!PyArg_ParseTuple(args, "O!OOO!O!OO!O", pc_context_type, &context, &members, &owner,
                           &PyType_Type, &request, &PyType_Type, &both, &status, &PyTuple_Type,
                           &values, &slow))
         return NULL;
     Py_ssize_t size = PySequence_Size(members);
     if (size < 0 || PyTuple_Size(values) != 4 ||
-        !PyType_IsSubtype((PyTypeObject *)request, pc_request_type) || !pc_is_both_type(both)) {
+        !PyType_IsSubtype((PyTypeObject *)request, pc_request_type) ||
+        !PyType_IsSubtype((PyTypeObject *)both, pc_both_type)) {
         PyErr_SetString(PyExc_TypeError, "arguments are context, members, owner, request, both, "
                                          "status, values, slow");
         return NULL;
     }
-    pc_messages *self = (pc_messages *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    pc_messages *self = pc_new(type);
     if (self == NULL)
         return NULL;
     self->context = (pc_context_object *)Py_NewRef(context);
@@ -248,19 +246,12 @@ static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return PyErr_NoMemory();
     }
     memset(self->ranks, -1, (size_t)self->engine->engine.size * sizeof *self->ranks);
-    for (int rank = 0; rank < self->size; rank++) {
-        PyObject *number = PySequence_GetItem(members, rank);
-        self->members[rank] = number != NULL ? (int)PyLong_AsLong(number) : -1;
-        Py_XDECREF(number);
-        if (!PyErr_Occurred() &&
-            (self->members[rank] < 0 || self->members[rank] >= self->engine->engine.size))
-            PyErr_SetString(PyExc_ValueError, "there is no such rank");
-        if (PyErr_Occurred()) {
-            Py_DECREF(self);
-            return NULL;
-        }
-        self->ranks[self->members[rank]] = rank;
+    if (!pc_read_ranks(members, size, 0, self->engine->engine.size - 1, self->members)) {
+        Py_DECREF(self);
+        return NULL;
     }
+    for (int rank = 0; rank < self->size; rank++)
+        self->ranks[self->members[rank]] = rank;
     self->slow = Py_NewRef(slow);
     return (PyObject *)self;
 }
@@ -279,7 +270,6 @@ static int messages_clear(pc_messages *self) {
 }
 
 static void messages_dealloc(pc_messages *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     PyObject_GC_UnTrack(self);
     messages_clear(self);
     Py_XDECREF((PyObject *)self->context);
@@ -292,8 +282,7 @@ static void messages_dealloc(pc_messages *self) {
     Py_XDECREF(self->here);
     free(self->members);
     free(self->ranks);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    pc_free(self);
 }
 
 #define METHOD(name, signature)                                                                    \
@@ -339,5 +328,3 @@ PyType_Spec pc_messages_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = messages_slots,
 };
-
-void pc_messages_types(PyTypeObject *context) { context_type = context; }

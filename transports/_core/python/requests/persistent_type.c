@@ -1,9 +1,6 @@
 /* `_core.Persistent`: a call that is started again and again. Each start is a request of its
    own. */
-#include "python/collectives/collective.h"
 #include "messages.h"
-
-#include "python/arguments/arrays.h"
 
 typedef struct {
     PyObject_HEAD
@@ -11,17 +8,10 @@ typedef struct {
     PyObject *last;                    /* the last one; NULL: none was started */
 } pc_persistent;
 
-static PyTypeObject *persistent_type;
-
 /* Of what the core has not begun Python knows that. */
 static bool is_done_in_core(PyObject *request) {
-    if (PyObject_TypeCheck(request, pc_request_type))
-        return pc_request_is_done((struct pc_request *)request);
-    struct pc_request *received, *sent;
-    if (pc_both_parts(request, &received, &sent))
-        return pc_both_is_done(request);
-    pc_engine_object *engine;
-    return pc_is_collective(request) && pc_op_is_done(pc_collective_op(request, &engine));
+    return pc_is_started(request) &&
+           ((struct pc_started *)request)->ops->is_done((struct pc_started *)request);
 }
 
 static PyObject *persistent_bind(pc_persistent *self, PyObject *args) {
@@ -38,8 +28,7 @@ static PyObject *persistent_bind(pc_persistent *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *persistent_start(pc_persistent *self, PyObject *unused) {
-    (void)unused;
+static PyObject *persistent_start(pc_persistent *self, PyObject *Py_UNUSED(unused)) {
     if (self->begin == NULL || (self->last != NULL && !is_done_in_core(self->last)))
         return PyObject_CallMethod((PyObject *)self, "_start", NULL);
     PyObject *made = PyObject_Call(self->begin, self->args, self->keywords), *before = self->last;
@@ -52,30 +41,20 @@ static PyObject *persistent_start(pc_persistent *self, PyObject *unused) {
 
 static PyObject *persistent_wait(pc_persistent *self, PyObject *const *args, Py_ssize_t count,
                                  PyObject *keywords) {
-    PyObject *last = Py_XNewRef(self->last), *result;
-    struct pc_request *received, *sent;
-    if (last != NULL && PyObject_TypeCheck(last, pc_request_type)) {
-        result = pc_request_wait_method((struct pc_request *)last, args, count, keywords);
-    } else if (last != NULL && pc_both_parts(last, &received, &sent)) {
-        result = pc_both_wait_method(last, args, count, keywords);
-    } else if (last != NULL && pc_is_collective(last)) {
-        result = pc_collective_wait_method((struct pc_started *)last, args, count, keywords);
-    } else {
-        PyObject *slow = PyObject_GetAttrString((PyObject *)self, "_wait");
-        result = slow != NULL ? pc_call_slow(slow, args, count, keywords) : NULL;
-        Py_XDECREF(slow);
-    }
+    PyObject *last = Py_XNewRef(self->last);
+    PyObject *result =
+        last != NULL && pc_is_started(last)
+            ? pc_started_wait_method((struct pc_started *)last, args, count, keywords)
+            : pc_wait_in_python((PyObject *)self, args, count, keywords);
     Py_XDECREF(last);
     return result;
 }
 
-static PyObject *persistent_last(pc_persistent *self, void *unused) {
-    (void)unused;
+static PyObject *persistent_last(pc_persistent *self, void *Py_UNUSED(unused)) {
     return Py_NewRef(self->last != NULL ? self->last : Py_None);
 }
 
-static int persistent_set_last(pc_persistent *self, PyObject *last, void *unused) {
-    (void)unused;
+static int persistent_set_last(pc_persistent *self, PyObject *last, void *Py_UNUSED(unused)) {
     PyObject *before = self->last;
     self->last = Py_XNewRef(last);
     Py_XDECREF(before);
@@ -83,12 +62,7 @@ static int persistent_set_last(pc_persistent *self, PyObject *last, void *unused
 }
 
 PyObject *pc_persistent_last(PyObject *object) {
-    return PyObject_TypeCheck(object, persistent_type) ? ((pc_persistent *)object)->last : NULL;
-}
-
-static PyObject *persistent_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
-    (void)args, (void)keywords;
-    return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    return PyObject_TypeCheck(object, pc_persistent_type) ? ((pc_persistent *)object)->last : NULL;
 }
 
 static int persistent_traverse(pc_persistent *self, visitproc visit, void *arg) {
@@ -109,11 +83,9 @@ static int persistent_clear(pc_persistent *self) {
 }
 
 static void persistent_dealloc(pc_persistent *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     PyObject_GC_UnTrack(self);
     persistent_clear(self);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    pc_free(self);
 }
 
 static PyMethodDef persistent_methods[] = {
@@ -134,7 +106,7 @@ static PyGetSetDef persistent_values[] = {
 };
 
 static PyType_Slot persistent_slots[] = {
-    {Py_tp_new, persistent_new},
+    {Py_tp_new, PyType_GenericNew},
     {Py_tp_dealloc, persistent_dealloc},
     {Py_tp_traverse, persistent_traverse},
     {Py_tp_clear, persistent_clear},
@@ -150,5 +122,3 @@ PyType_Spec pc_persistent_spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = persistent_slots,
 };
-
-void pc_persistent_type(PyTypeObject *type) { persistent_type = type; }

@@ -19,24 +19,12 @@ static bool is_awaited(const struct pc_request *request) {
 }
 
 void pc_request_end(struct pc_request *request, int status) {
-    pc_engine_object *engine = request->messages->engine;
     request->status = status;
     request->under_way = false;
     if (request->is_starting)
         return; /* who starts it sees that */
-    if (request->is_pending)
-        pc_drive_pending(&engine->drive, -1);
-    if (request->is_reporting) {
-        /* who tells it lets it go */
-    } else if (request->is_watched || request->event.stands) {
-        request->event.kind = PC_EVENT_REQUEST;
-        pc_engine_post(engine, &request->event); /* which keeps it alive */
-    } else {
-        request->next = engine->ended;
-        pc_engine_set(&engine->ended, request);
-    }
     pc_watch_wake(request);
-    pc_op_end(&request->op, status);
+    pc_started_end((struct pc_started *)request, status, false);
 }
 
 void pc_request_hold(struct pc_request *request) {
@@ -44,10 +32,8 @@ void pc_request_hold(struct pc_request *request) {
     if (request->is_starting)
         return; /* who starts it goes on with it */
     bool awaited = is_awaited(request);
-    if (request->is_watched || !awaited) {
-        request->event.kind = PC_EVENT_REQUEST;
+    if (request->is_watched || !awaited)
         pc_engine_post(request->messages->engine, &request->event);
-    }
     if (awaited)
         pc_op_end(&request->op, PC_HELD);
 }
@@ -112,13 +98,8 @@ void pc_request_received(struct pc_receive *receive) {
     }
 }
 
-static void take_ended(pc_engine_object *engine, void *argument) {
-    struct pc_request **ended = argument;
-    *ended = engine->ended;
-    pc_engine_set(&engine->ended, NULL);
-}
-
-static void let_go(struct pc_request *request) {
+void pc_request_let_go(struct pc_started *started) {
+    struct pc_request *request = (struct pc_request *)started;
     if (!pc_request_receives(request)) {
         struct pc_views *views = request->views;
         request->views = NULL;
@@ -127,79 +108,23 @@ static void let_go(struct pc_request *request) {
         Py_CLEAR(request->keeper);
     }
     pc_watch_ended(request);
-    Py_DECREF((PyObject *)request);
-}
-
-void pc_engine_let_go(pc_engine_object *engine) {
-    pc_link_settle(engine);
-    if (pc_engine_has(engine->ended_collectives))
-        pc_engine_let_go_collectives(engine);
-    if (!pc_engine_has(engine->ended))
-        return;
-    struct pc_request *ended = NULL;
-    if (!pc_engine_do(engine, take_ended, &ended))
-        take_ended(engine, &ended); /* it is closed: nobody else comes here */
-    while (ended != NULL) {
-        struct pc_request *request = ended;
-        ended = request->next;
-        let_go(request);
-    }
-}
-
-static struct pc_request *of_event(struct pc_event *event) {
-    return (struct pc_request *)((char *)event - offsetof(struct pc_request, event));
-}
-
-void pc_request_event_taken(struct pc_event *event) { of_event(event)->is_reporting = true; }
-
-struct telling {
-    struct pc_request *request;
-    bool has_ended;
-};
-
-static void reported(pc_engine_object *engine, void *argument) {
-    struct telling *telling = argument;
-    (void)engine;
-    telling->request->is_reporting = false;
-    telling->has_ended = !telling->request->under_way;
-}
-
-PyObject *pc_request_event(pc_engine_object *engine, struct pc_event *event) {
-    struct pc_request *request = of_event(event);
-    PyObject *tuple = Py_BuildValue("iO", PC_EVENT_REQUEST, (PyObject *)request);
-    struct telling telling = {.request = request};
-    if (!pc_engine_do(engine, reported, &telling))
-        reported(engine, &telling); /* it is closed: nobody else comes here */
-    if (telling.has_ended)
-        let_go(request);
-    return tuple;
 }
 
 /* --- beginning -------------------------------------------------------------------------------- */
 
 struct pc_request *pc_request_new(pc_messages *messages, enum pc_request_kind kind,
                                   bool is_blocking) {
-    PyTypeObject *type = (PyTypeObject *)messages->type;
     struct pc_request *request =
-        (struct pc_request *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (request == NULL)
-        return NULL;
-    request->messages = (pc_messages *)Py_NewRef((PyObject *)messages);
-    request->kind = kind;
-    request->is_blocking = is_blocking;
+        pc_started_new(messages->type, &pc_request_ops, messages, is_blocking);
+    if (request != NULL)
+        request->kind = kind;
     return request;
 }
 
-struct starting {
-    struct pc_request *request;
-    const void *header;
-    size_t header_nbytes;
-    enum pc_way way;
-};
-
-static void start(pc_engine_object *engine, void *argument) {
-    struct starting *starting = argument;
-    struct pc_request *request = starting->request;
+/* With the lock. Whether it is under way. */
+static bool start(struct pc_request *request, const void *header, size_t header_nbytes,
+                  enum pc_way way) {
+    pc_engine_object *engine = request->messages->engine;
     struct pc_context *context = request->messages->context->context;
     pc_op_begin(&request->op, &engine->drive, -1);
     request->under_way = request->is_starting = true;
@@ -207,29 +132,32 @@ static void start(pc_engine_object *engine, void *argument) {
         pc_request_end(request, PC_CONTEXT_CLOSED);
     else if (pc_request_receives(request))
         pc_receive_start(context, &request->receive);
-    else if (pc_send_start(context, &request->send, starting->header, starting->header_nbytes,
-                           starting->way) != PC_UNDER_WAY)
+    else if (pc_send_start(context, &request->send, header, header_nbytes, way) != PC_UNDER_WAY)
         pc_request_end(request, request->send.status);
     request->is_starting = false;
     if (!request->under_way) {
-        starting->request = NULL;
+        request->op.status = request->status;
         atomic_store_explicit(&request->op.done, 1, memory_order_relaxed);
     } else if (!request->is_blocking) {
         request->is_pending = true;
         pc_drive_pending(&engine->drive, 1);
     }
+    return request->under_way;
 }
 
 struct pc_request *pc_request_start(struct pc_request *request, const void *header,
                                     size_t header_nbytes, enum pc_way way) {
     pc_engine_object *engine = request->messages->engine;
-    struct starting starting = {
-        .request = request, .header = header, .header_nbytes = header_nbytes, .way = way};
+    struct pc_turn turn;
     Py_INCREF((PyObject *)request);
-    bool done = pc_engine_do(engine, start, &starting);
+    bool done = pc_engine_take(engine, &turn);
+    bool under_way = done && start(request, header, header_nbytes, way);
+    pc_engine_give(engine, &turn);
     /* Whether it has ended by now may be found by another thread, too, which then lets it go. */
-    if (!done || starting.request == NULL)
-        let_go(request);
+    if (!under_way) {
+        pc_request_let_go((struct pc_started *)request);
+        Py_DECREF((PyObject *)request);
+    }
     pc_engine_let_go(engine); /* a message to oneself has ended another one, too */
     if (done && pc_request_go_on(request) == 0 && pc_engine_hear(engine) == 0)
         return request;
@@ -239,7 +167,8 @@ struct pc_request *pc_request_start(struct pc_request *request, const void *head
     return NULL;
 }
 
-bool pc_request_give_up(struct pc_request *request) {
+bool pc_request_give_up(struct pc_started *started) {
+    struct pc_request *request = (struct pc_request *)started;
     struct pc_receive *receive = &request->receive;
     if (!request->under_way)
         return false;

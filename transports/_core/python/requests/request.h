@@ -14,7 +14,7 @@
 #ifndef PC_REQUEST_H
 #define PC_REQUEST_H
 
-#include "python/engine/engine_type.h"
+#include "python/engine/started.h"
 #include "python/arguments/p2p_call.h"
 #include "python/base/views.h"
 
@@ -35,39 +35,30 @@ enum {
 };
 
 typedef struct {
-    PyObject_HEAD
-    pc_context_object *context;
-    pc_engine_object *engine;
+    PC_METHODS_HEAD
     uint64_t ident;
     int size;
     int *members; /* world ranks, by rank here */
     int *ranks;   /* ranks here, by world rank; -1 */
-    PyObject *owner;       /* kept for Python */
-    PyObject *type;        /* of requests */
     PyObject *both_type;   /* of a receive and a send as one request */
     PyObject *status_type; /* of what a receive fills in */
     PyObject *dump, *load, *new_bytes; /* functions of pickling: see `Messages` */
     PyObject *here;                    /* returns the GPU on which this thread works, or None */
     uint64_t looked_ns; /* when Python has looked last for a probe that does not wait */
-    PyObject *slow; /* returns the Python method of a name, to which goes what is not done here */
 } pc_messages;
 
 enum pc_request_kind { PC_SEND, PC_SSEND, PC_RECV, PC_PROBE };
 
 struct pc_request {
-    PyObject_HEAD
-    pc_messages *messages;
-    struct pc_op op;
-    struct pc_event event;
+    PC_STARTED_HEAD(pc_messages, messages)
     struct pc_receive receive;
     struct pc_send send;
     struct iovec one, *parts; /* of an object that has several */
     struct pc_views *views;   /* of an object that is sent, until that is done */
     PyObject *sent_type;      /* of such an object; or NULL */
     enum pc_request_kind kind;
-    char is_blocking, collected, cancelled;
-    bool is_pending, is_watched, under_way, is_starting;
-    bool is_reporting; /* its event was taken out of the queue, and is being told */
+    char cancelled;
+    bool is_starting;
     _Atomic int status;
     uint32_t claims; /* how often a thread has begun to go on with a message */
     int peer;        /* rank here, or ANY */
@@ -81,8 +72,7 @@ struct pc_request {
     PyObject *gpu;            /* on which a receive without `out` was started; or NULL */
     int dtype, ndim;
     intptr_t dims[PC_NAMED_DIMS];
-    struct pc_request *next; /* of those that have ended */
-    bool is_let_go;          /* it has ended, and was in that list */
+    bool is_let_go; /* it has ended, and the engine works on it no more */
     /* watch.h. To what it belongs, or NULL: set with the interpreter's lock, and also read with the
        engine's alone. All else with the interpreter's. */
     struct pc_watch *_Atomic watch;
@@ -104,9 +94,10 @@ void pc_request_sent(struct pc_send *send);
 void pc_request_received(struct pc_receive *receive);
 /* It has ended; the request may be gone when this returns. */
 void pc_request_end(struct pc_request *request, int status);
-/* Give it up, whatever it is at; a message that is read goes back to its place. False: it has
-   ended. */
-bool pc_request_give_up(struct pc_request *request);
+/* As of `struct pc_started_ops`; whatever it is at: a message that is read goes back to its
+   place. */
+bool pc_request_give_up(struct pc_started *request);
+void pc_request_let_go(struct pc_started *request);
 /* Have whoever waits, or Python, go on with the message that a receive holds. */
 void pc_request_hold(struct pc_request *request);
 
@@ -138,9 +129,9 @@ bool pc_value_is_known(const unsigned char *header, size_t header_nbytes, size_t
 int pc_request_go_on(struct pc_request *request);
 /* What a request returns that has ended; NULL with an exception. */
 PyObject *pc_request_result(struct pc_request *request);
-/* The method `wait`. */
-PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args, Py_ssize_t count,
-                                 PyObject *keywords);
+/* request_type.c */
+extern const struct pc_started_ops pc_request_ops;
+extern PyTypeObject *pc_request_type, *pc_both_type, *pc_persistent_type;
 /* Wait until it has ended, or a time of the monotonic clock; 0: do not wait. Returns 1: it has; 0:
    not yet; -1 with an exception. */
 int pc_request_wait(struct pc_request *request, uint64_t until_ns);

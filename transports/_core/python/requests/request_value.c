@@ -63,15 +63,14 @@ struct claim {
     int error;
 };
 
-/* Take it on, so that no other thread does. */
-static void claim(pc_engine_object *engine, void *argument) {
-    struct claim *claim = argument;
+/* Take it on, so that no other thread does. With the engine's lock, as the next two. */
+static void begin(struct claim *claim) {
     struct pc_request *request = claim->request;
     const struct pc_receive *receive = &request->receive;
     if (!pc_request_is_held(request))
         return;
     if (pc_op_is_done(&request->op))
-        pc_op_begin(&request->op, &engine->drive, -1);
+        pc_op_begin(&request->op, &request->messages->engine->drive, -1);
     request->status = PC_GOING_ON;
     claim->number = ++request->claims;
     if (receive->state != PC_RECEIVE_HELD || receive->message->header_nbytes > sizeof claim->header)
@@ -86,10 +85,8 @@ static bool is_mine(const struct claim *claim) {
 }
 
 /* Have it received; the message may have been taken back, or all may be over by now. */
-static void receive(pc_engine_object *engine, void *argument) {
-    struct claim *claim = argument;
+static void receive(struct claim *claim) {
     struct pc_request *request = claim->request;
-    (void)engine;
     if (!is_mine(claim))
         return;
     PyObject *value = claim->value;
@@ -152,39 +149,27 @@ static PyObject *new_value(const struct claim *claim, void **data) {
                                                           : new_array(claim, data);
 }
 
-struct passing {
-    struct claim *claim;
-    PyObject *handle;
-    bool is_mine, has_message;
-};
-
-static void pass(pc_engine_object *engine, void *argument) {
-    struct passing *passing = argument;
-    struct pc_receive *receive = &passing->claim->request->receive;
-    (void)engine;
-    passing->is_mine = is_mine(passing->claim);
-    passing->has_message = passing->is_mine && receive->state == PC_RECEIVE_HELD;
-    if (passing->has_message)
-        (void)pc_item_take_over(passing->handle, receive);
-}
-
 /* Python goes on with it. What is said of a message that was refused is where it was in the
    queue. */
 static int pass_on(struct claim *claim) {
     struct pc_request *request = claim->request;
-    struct passing passing = {.claim = claim, .handle = pc_item_receive(request->messages->engine)};
-    if (passing.handle == NULL)
+    pc_engine_object *engine = request->messages->engine;
+    PyObject *handle = pc_item_receive(engine), *done = NULL;
+    struct pc_turn turn;
+    if (handle == NULL)
         return -1;
-    PyObject *done = NULL;
-    if (!pc_engine_do(request->messages->engine, pass, &passing) || !passing.is_mine)
-        done = Py_NewRef(Py_None);
-    else
+    bool goes_on = pc_engine_take(engine, &turn) && is_mine(claim);
+    bool has_message = goes_on && request->receive.state == PC_RECEIVE_HELD;
+    if (has_message)
+        (void)pc_item_take_over(handle, &request->receive);
+    pc_engine_give(engine, &turn);
+    if (goes_on)
         done = PyObject_CallMethod((PyObject *)request, "_take_over", "OK",
-                                   passing.has_message ? passing.handle : Py_None,
+                                   has_message ? handle : Py_None,
                                    (unsigned long long)request->receive.posted.queued.number);
-    Py_DECREF(passing.handle);
+    Py_DECREF(handle);
     Py_XDECREF(done);
-    return done != NULL ? 0 : -1;
+    return done != NULL || !goes_on ? 0 : -1;
 }
 
 int pc_request_go_on(struct pc_request *request) {
@@ -192,14 +177,20 @@ int pc_request_go_on(struct pc_request *request) {
         return 0;
     struct claim mine = {.request = request};
     pc_engine_object *engine = request->messages->engine;
-    if (!pc_engine_do(engine, claim, &mine) || mine.number == 0)
+    struct pc_turn turn;
+    if (pc_engine_take(engine, &turn))
+        begin(&mine);
+    pc_engine_give(engine, &turn);
+    if (mine.number == 0)
         return 0;
     mine.value = new_value(&mine, &mine.into);
     if (mine.value == NULL) {
         PyErr_Clear(); /* without memory Python fails, too, and says so to who waits */
         return pass_on(&mine);
     }
-    pc_engine_do(engine, receive, &mine);
+    if (pc_engine_take(engine, &turn))
+        receive(&mine);
+    pc_engine_give(engine, &turn);
     Py_XDECREF(mine.value);
     pc_engine_let_go(engine);
     return 0;

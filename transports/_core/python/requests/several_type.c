@@ -10,7 +10,6 @@ typedef struct {
     struct pc_event event;
     PyObject *owner; /* whom the event tells; NULL: it has not begun, or is over */
     bool is_begun;   /* it keeps itself alive, until its event was taken or it is over */
-    int answer;
 } pc_several_object;
 
 static void ended(struct pc_several *several) {
@@ -24,48 +23,48 @@ static void ended(struct pc_several *several) {
 PyObject *pc_several_event(struct pc_event *event) {
     pc_several_object *self = PC_CHAINED_IN(event, pc_several_object, event);
     /* for Python they are alike */
-    PyObject *answer = Py_BuildValue("iO", PC_EVENT_REQUEST, self->owner);
+    PyObject *answer = Py_BuildValue("iO", PC_EVENT_STARTED, self->owner);
     Py_CLEAR(self->owner);
     Py_DECREF((PyObject *)self);
     return answer;
 }
 
 /* Python goes on with what holds a message, and who waited for that waits no more. */
-static void let_python_go_on(pc_engine_object *engine, struct pc_request *request) {
-    if (pc_op_is_done(&request->op))
-        pc_op_begin(&request->op, &engine->drive, -1);
-    request->event.kind = PC_EVENT_REQUEST;
-    pc_engine_post(engine, &request->event);
+static void let_python_go_on(pc_engine_object *engine, struct pc_started *started) {
+    if (pc_op_is_done(&started->op))
+        pc_op_begin(&started->op, &engine->drive, -1);
+    pc_engine_post(engine, &started->event);
 }
 
 enum { OVER, WAITS, TAKEN };
 
-static void begin(pc_engine_object *engine, void *argument) {
-    pc_several_object *self = argument;
+/* With the lock. */
+static int begin(pc_several_object *self) {
     struct pc_gathering *gathering = &self->gathering;
     uint32_t left = 0;
     bool is_over = false;
     gathering->is_taken = false;
     for (Py_ssize_t index = 0; index < gathering->count; index++) {
         const struct pc_awaited *awaited = &gathering->awaited[index];
-        if (awaited->request != NULL && pc_request_is_held(awaited->request))
-            let_python_go_on(engine, awaited->request);
-        if (pc_op_is_done(awaited->op))
+        struct pc_op *op = &awaited->started->op;
+        if (pc_awaited_is_held(awaited))
+            let_python_go_on(gathering->engine, awaited->started);
+        if (pc_op_is_done(op))
             is_over |= gathering->any || !pc_awaited_is_well(awaited);
-        else if (pc_several_add(&gathering->several, awaited->op))
+        else if (pc_several_add(&gathering->several, op))
             left++;
         else
             gathering->is_taken = true;
     }
-    self->answer = gathering->is_taken ? TAKEN : is_over || left == 0 ? OVER : WAITS;
-    if (self->answer != WAITS) {
-        pc_scatter(engine, gathering);
-        return;
+    if (gathering->is_taken || is_over || left == 0) {
+        pc_scatter(gathering);
+        return gathering->is_taken ? TAKEN : OVER;
     }
     gathering->several.ended = ended;
     atomic_store_explicit(&gathering->several.left, gathering->any ? 1 : left,
                           memory_order_relaxed);
     self->is_begun = true;
+    return WAITS;
 }
 
 /* True: its owner will be told; False: there is nothing to wait for; None: another thread waits for
@@ -73,48 +72,42 @@ static void begin(pc_engine_object *engine, void *argument) {
 static PyObject *several_begin(pc_several_object *self, PyObject *owner) {
     Py_INCREF((PyObject *)self);
     self->owner = Py_NewRef(owner);
-    self->answer = TAKEN;
-    pc_engine_do(self->gathering.engine, begin, self);
-    if (self->answer != WAITS) {
+    struct pc_turn turn;
+    int answer = pc_engine_take(self->gathering.engine, &turn) ? begin(self) : TAKEN;
+    pc_engine_give(self->gathering.engine, &turn);
+    if (answer != WAITS) {
         Py_CLEAR(self->owner);
         Py_DECREF((PyObject *)self);
     }
-    if (self->answer == TAKEN)
+    if (answer == TAKEN)
         Py_RETURN_NONE;
-    return PyBool_FromLong(self->answer == WAITS);
+    return PyBool_FromLong(answer == WAITS);
 }
 
-static void end(pc_engine_object *engine, void *argument) {
-    pc_several_object *self = argument;
-    bool has_ended = pc_several_is_done(&self->gathering.several);
-    self->answer = TAKEN; /* who takes the event lets it go */
-    if (self->is_begun && (!has_ended || self->event.stands))
-        self->answer = OVER;
-    self->is_begun = false;
-    pc_scatter(engine, &self->gathering);
-    pc_engine_unpost(engine, &self->event);
-}
-
-static PyObject *several_end(pc_several_object *self, PyObject *unused) {
-    (void)unused;
+static PyObject *several_end(pc_several_object *self, PyObject *Py_UNUSED(unused)) {
     pc_engine_object *engine = self->gathering.engine;
-    if (!pc_engine_do(engine, end, self))
-        end(engine, self); /* it is closed: nobody else comes here */
-    if (self->answer == OVER) {
+    struct pc_turn turn;
+    (void)pc_engine_take(engine, &turn);
+    bool has_ended = pc_several_is_done(&self->gathering.several);
+    /* else who takes the event lets it go */
+    bool is_mine = self->is_begun && (!has_ended || self->event.stands);
+    self->is_begun = false;
+    pc_scatter(&self->gathering);
+    pc_engine_unpost(engine, &self->event);
+    pc_engine_give(engine, &turn);
+    if (is_mine) {
         Py_CLEAR(self->owner);
         Py_DECREF((PyObject *)self);
     }
     Py_RETURN_NONE;
 }
 
-static PyObject *several_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
+static PyObject *several_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(keywords)) {
     PyObject *listed;
     int any;
-    (void)keywords;
     if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &listed, &any))
         return NULL;
-    pc_several_object *self =
-        (pc_several_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    pc_several_object *self = pc_new(type);
     if (self == NULL)
         return NULL;
     self->gathering.listed = listed;
@@ -136,13 +129,11 @@ static PyObject *several_new(PyTypeObject *type, PyObject *args, PyObject *keywo
 }
 
 static void several_dealloc(pc_several_object *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
     pc_gathering_let_go(&self->gathering);
     free(self->gathering.awaited);
     Py_XDECREF((PyObject *)self->gathering.engine);
     Py_XDECREF(self->owner);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    pc_free(self);
 }
 
 static PyMethodDef several_methods[] = {

@@ -1,20 +1,17 @@
 /* `_core.wait_all` and `_core.take`: waiting for several requests of one engine at once. */
 #include "gathering.h"
 #include "watch.h"
-#include "python/collectives/collective.h"
 
 #include <stdlib.h>
 
-static void gather(pc_engine_object *engine, void *argument) {
-    struct pc_gathering *gathering = argument;
+/* With the lock. */
+static void gather(struct pc_gathering *gathering) {
     uint32_t left = 0;
     bool is_new = false; /* one has ended since it was looked at */
-    (void)engine;
     gathering->is_taken = gathering->is_held = false;
     for (Py_ssize_t index = 0; index < gathering->count; index++) {
-        struct pc_request *request = gathering->awaited[index].request;
-        struct pc_op *op = gathering->awaited[index].op;
-        gathering->is_held |= request != NULL && pc_request_is_held(request);
+        struct pc_op *op = &gathering->awaited[index].started->op;
+        gathering->is_held |= pc_awaited_is_held(&gathering->awaited[index]);
         if (pc_op_is_done(op)) {
             is_new |= !gathering->awaited[index].was_done;
             continue;
@@ -47,12 +44,15 @@ static Py_ssize_t next(const struct pc_gathering *gathering, Py_ssize_t index, b
 static int are_done(struct pc_gathering *gathering) {
     bool every = true, any = false, done, failed;
     gathering->engine->looked += (uint64_t)gathering->count;
-    for (Py_ssize_t index = 0; index < gathering->count; index++)
-        if (gathering->awaited[index].request != NULL &&
-            pc_request_go_on(gathering->awaited[index].request) < 0)
+    for (Py_ssize_t index = 0; index < gathering->count; index++) {
+        struct pc_started *started = gathering->awaited[index].started;
+        if (started->ops->go_on != NULL && started->ops->go_on(started) < 0)
             return -1;
-    for (Py_ssize_t index = 0; index < gathering->count; index++)
-        gathering->awaited[index].was_done = pc_awaited_is_done(&gathering->awaited[index]);
+    }
+    for (Py_ssize_t index = 0; index < gathering->count; index++) {
+        struct pc_started *started = gathering->awaited[index].started;
+        gathering->awaited[index].was_done = started->ops->is_done(started);
+    }
     for (Py_ssize_t index = 0; index < gathering->count;) {
         index = next(gathering, index, &done, &failed);
         every &= done;
@@ -64,9 +64,12 @@ static int are_done(struct pc_gathering *gathering) {
 /* Wait a slice of time. 1: all are done, or any; 0: not yet; -1 with an exception. */
 static int await(struct pc_gathering *gathering, uint64_t until_ns) {
     int done;
+    struct pc_turn turn;
     while ((done = are_done(gathering)) == 0) {
-        if (!pc_engine_do(gathering->engine, gather, gathering))
+        if (!pc_engine_take(gathering->engine, &turn))
             return 0;
+        gather(gathering);
+        pc_engine_give(gathering->engine, &turn);
         if (!gathering->is_taken && !gathering->is_held &&
             !pc_several_is_done(&gathering->several)) {
             PyThreadState *state = PyEval_SaveThread();
@@ -76,8 +79,11 @@ static int await(struct pc_gathering *gathering, uint64_t until_ns) {
         }
         bool is_over =
             !gathering->is_taken && (gathering->is_held || pc_several_is_done(&gathering->several));
-        if (gathering->any || !pc_several_is_done(&gathering->several))
-            pc_engine_do(gathering->engine, pc_scatter, gathering);
+        if ((gathering->any || !pc_several_is_done(&gathering->several)) &&
+            pc_engine_take(gathering->engine, &turn)) {
+            pc_scatter(gathering);
+            pc_engine_give(gathering->engine, &turn);
+        }
         pc_engine_let_go(gathering->engine);
         if (!is_over)
             return are_done(gathering);
@@ -88,15 +94,8 @@ static int await(struct pc_gathering *gathering, uint64_t until_ns) {
 /* How long to wait: the time given, or else the default of the first request. */
 static bool has_deadline(const struct pc_gathering *gathering, PyObject *seconds,
                          uint64_t *timeout_ns) {
-    uint64_t default_ns = PC_FOR_EVER;
-    if (gathering->count > 0) {
-        const struct pc_awaited *first = &gathering->awaited[0];
-        const pc_context_object *context =
-            first->request != NULL ? first->request->messages->context
-                                   : ((struct pc_started *)first->object)->collectives->context;
-        default_ns = context->op_timeout_ns;
-    }
-    return pc_timeout(seconds, default_ns, timeout_ns);
+    return pc_timeout(seconds, gathering->awaited[0].started->of->context->op_timeout_ns,
+                      timeout_ns);
 }
 
 #define FEW 64
@@ -125,14 +124,6 @@ static void end(struct pc_gathering *gathering, const struct pc_awaited *few) {
         free(gathering->awaited);
 }
 
-static PyObject *result_of(const struct pc_awaited *awaited) {
-    if (awaited->request == NULL)
-        return pc_collective_result(awaited->object);
-    if (awaited->object != (PyObject *)awaited->request)
-        return pc_both_result(awaited->object);
-    return pc_request_result(awaited->request);
-}
-
 /* The results of all; NULL with an exception. */
 static PyObject *results_of(const struct pc_gathering *gathering) {
     const struct pc_awaited *last = &gathering->awaited[gathering->count - 1];
@@ -142,7 +133,7 @@ static PyObject *results_of(const struct pc_gathering *gathering) {
         const struct pc_awaited *awaited = &gathering->awaited[index];
         if (awaited->place == PC_NO_PLACE)
             continue;
-        PyObject *result = result_of(awaited);
+        PyObject *result = awaited->listed->ops->result(awaited->listed);
         if (result != NULL)
             PyList_SetItem(results, awaited->place, result);
         else
@@ -151,8 +142,7 @@ static PyObject *results_of(const struct pc_gathering *gathering) {
     return results;
 }
 
-PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
-    (void)module;
+PyObject *pc_wait_all(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t num_args) {
     struct pc_awaited few[FEW];
     struct pc_gathering gathering = {.awaited = few};
     uint64_t timeout_ns;
@@ -181,10 +171,10 @@ static PyObject *take(const struct pc_gathering *gathering, bool several) {
         for (Py_ssize_t index = 0, after; index < gathering->count; index = after) {
             const struct pc_awaited *awaited = &gathering->awaited[index];
             after = next(gathering, index, &done, &failed);
-            if (!done || (failed && takes_all) || *awaited->collected)
+            if (!done || (failed && takes_all) || awaited->listed->collected)
                 continue;
-            *awaited->collected = 1; /* another thread may come while the pair is made */
-            PyObject *pair = Py_BuildValue("nO", awaited->place, awaited->object);
+            awaited->listed->collected = 1; /* another thread may come while the pair is made */
+            PyObject *pair = Py_BuildValue("nO", awaited->place, awaited->listed);
             if (pair == NULL || PyList_Append(taken, pair) < 0)
                 Py_CLEAR(taken);
             Py_XDECREF(pair);
@@ -214,8 +204,7 @@ static PyObject *take_gathered(PyObject *given, PyObject *seconds, bool several)
     return taken;
 }
 
-PyObject *pc_take(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
-    (void)module;
+PyObject *pc_take(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t num_args) {
     if (num_args != 3) {
         PyErr_SetString(PyExc_TypeError, "arguments are requests, timeout, several");
         return NULL;
@@ -230,19 +219,11 @@ PyObject *pc_take(PyObject *module, PyObject *const *args, Py_ssize_t num_args) 
     return taken != NULL || PyErr_Occurred() ? taken : Py_NewRef(Py_None);
 }
 
-PyObject *pc_claim_request(PyObject *module, PyObject *object) {
-    (void)module;
-    struct pc_request *received, *sent;
-    char *collected = NULL;
-    if (PyObject_TypeCheck(object, pc_request_type))
-        collected = &((struct pc_request *)object)->collected;
-    else if (pc_both_parts(object, &received, &sent))
-        collected = pc_both_collected(object);
-    else if (pc_is_collective(object))
-        collected = &((struct pc_started *)object)->collected;
-    else
+PyObject *pc_claim_request(PyObject *Py_UNUSED(module), PyObject *object) {
+    if (!pc_is_started(object))
         Py_RETURN_NONE;
-    bool is_mine = !*collected;
-    *collected = 1;
+    struct pc_started *started = (struct pc_started *)object;
+    bool is_mine = !started->collected;
+    started->collected = 1;
     return PyBool_FromLong(is_mine);
 }

@@ -86,14 +86,10 @@ static void take_out(struct pc_request *request) {
     request->stands = false;
 }
 
-static void wake(pc_engine_object *engine, void *watch) {
-    pc_several_end(&((struct pc_watch *)watch)->several, &engine->drive);
-}
-
 void pc_watch_wake(struct pc_request *request) {
     struct pc_watch *watch = watch_of(request);
     if (watch != NULL && !pc_several_is_done(&watch->several))
-        wake(request->messages->engine, watch);
+        pc_several_end(&watch->several, &request->messages->engine->drive);
 }
 
 /* Whether it shall stand in a queue, and does not; one that was not in a list may be in another. */
@@ -104,9 +100,13 @@ static bool is_to_stand(const struct pc_request *request) {
 /* Put it into its queue. Afterwards another thread may have been in. */
 static void offer(struct pc_request *request) {
     struct pc_watch *watch = watch_of(request);
+    pc_engine_object *engine = request->messages->engine;
     append(request);
-    if (!pc_several_is_done(&watch->several))
-        pc_engine_do(request->messages->engine, wake, watch);
+    struct pc_turn turn;
+    if (!pc_several_is_done(&watch->several) && pc_engine_take(engine, &turn)) {
+        pc_several_end(&watch->several, &engine->drive);
+        pc_engine_give(engine, &turn);
+    }
 }
 
 void pc_watch_ended(struct pc_request *request) {
@@ -117,20 +117,16 @@ void pc_watch_ended(struct pc_request *request) {
 
 /* --- who belongs to it ------------------------------------------------------------------------ */
 
-static void free_it(pc_engine_object *engine, void *argument) {
-    struct pc_watch *watch = argument;
-    (void)engine;
-    free(watch->given);
-    free(watch);
-}
-
 static void let_go(struct pc_watch *watch, pc_engine_object *engine) {
+    struct pc_turn turn;
     if (--watch->users > 0)
         return;
     Py_CLEAR(watch->others);
     /* With the lock: a request that has left it may just be ending. */
-    if (!pc_engine_do(engine, free_it, watch))
-        free_it(engine, watch);
+    (void)pc_engine_take(engine, &turn);
+    free(watch->given);
+    free(watch);
+    pc_engine_give(engine, &turn);
 }
 
 void pc_watch_leave(struct pc_request *request) {
@@ -357,19 +353,6 @@ static enum pc_watch_took take(struct taking *taking) {
 
 /* --- waiting ---------------------------------------------------------------------------------- */
 
-struct arming {
-    struct pc_watch *watch;
-    bool may_wait;
-};
-
-/* Have the next end wake who waits, unless there is something that is not in the queues yet. */
-static void arm(pc_engine_object *engine, void *argument) {
-    struct arming *arming = argument;
-    arming->may_wait = engine->ended == NULL && engine->first == NULL;
-    if (arming->may_wait)
-        atomic_store_explicit(&arming->watch->several.left, 1, memory_order_relaxed);
-}
-
 /* Let Python do what there is for it. 0; -1 with an exception. */
 static int let_python_do(pc_engine_object *engine) {
     bool is_asked = pc_engine_has(engine->first) ||
@@ -385,12 +368,17 @@ static int let_python_do(pc_engine_object *engine) {
 static int wait(struct taking *taking, uint64_t until_ns) {
     struct pc_watch *watch = taking->watch;
     pc_engine_object *engine = taking->engine;
-    struct arming arming = {.watch = watch};
-    if (engine->python_busy || !pc_engine_do(engine, arm, &arming))
+    struct pc_turn turn;
+    if (engine->python_busy || !pc_engine_take(engine, &turn))
         return 0;
+    /* The next end wakes who waits, unless there is something that is not in the queues yet. */
+    bool may_wait = engine->ended == NULL && engine->first == NULL;
+    if (may_wait)
+        atomic_store_explicit(&watch->several.left, 1, memory_order_relaxed);
+    pc_engine_give(engine, &turn);
     enum pc_waited waited = PC_WAITED_LOOK;
     /* Another thread may have come meanwhile, and put one into a queue. */
-    if (arming.may_wait && watch->well.first == NULL && watch->failed.first == NULL) {
+    if (may_wait && watch->well.first == NULL && watch->failed.first == NULL) {
         watch->waiting++;
         PyThreadState *state = PyEval_SaveThread();
         waited = pc_drive_wait(&engine->drive, NULL, &watch->several, until_ns, PC_FOR_EVER);
