@@ -418,9 +418,40 @@ class Wrong(Step):
             lambda: comm.irecv(0, -7),
             lambda: comm.persistent.all_gather(x, algorithm="quick"),
             lambda: pycoll.wait_any([]),
+            lambda: comm.all_gather(x, out=x),
+            lambda: comm.send(os.scandir(), 0),
+            lambda: comm.barrier(timeout=-1.0),
         )
         call = wrong[int(rank.random(self.number).integers(len(wrong)))]
         raises((TypeError, ValueError), call)
+
+
+@dataclass(eq=False)
+class Mismatch(Step):
+    """One rank makes another call than the others, on a communicator made for that."""
+
+    odd: int
+
+    def run(self, rank: Rank) -> None:
+        calls: tuple[Callable[[Comm], object], ...] = (
+            lambda c: c.barrier(),
+            lambda c: c.all_reduce(1.0),
+            lambda c: c.all_reduce(1.0, "max"),
+            lambda c: c.all_gather(np.ones(3)),
+            lambda c: c.all_gather("object"),
+            lambda c: c.broadcast(1, root=c.size - 1),
+            lambda c: c.gather(np.ones(2), root=0),
+            lambda c: c.reduce(np.ones(100_000), root=c.size - 1),
+        )
+        first, second = rank.random(self.number).choice(len(calls), 2, replace=False)
+        error = None
+        with rank.comms[self.team.number].dup() as broken:
+            try:
+                calls[first if rank.me == self.odd else second](broken)
+                broken.barrier()
+            except pycoll.MismatchError as exc:
+                error = exc
+        assert f"rank {self.odd}: " in str(error), f"calls {first} and {second} gave {error}"
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from programs_steps import Make, MakeGrid, Step, Team
+from programs_steps import Make, MakeGrid, Mismatch, Step, Team
 
 MAX_TEAMS = 14
 """Communicators open at once, about."""
@@ -100,6 +100,11 @@ class Teams:
             hosts.setdefault(rank // self._host_size, []).append(rank)
         arguments: dict[int, Any] = {rank: () for rank in parent.members}
         self._make("split_by_host", parent, arguments, list(hosts.values()))
+
+    def _mismatch(self) -> None:
+        team = self._one_of(self._teams)
+        if len(team.members) > 1:
+            self._add(Mismatch, team, self._one_of(team.members))
 
     def _grid(self) -> None:
         if (parent := self._parent()) is None:

@@ -37,6 +37,7 @@ WEIGHTS = {
     "drop": 0.5,  # forget a request
     "compute": 1.0,
     "wrong": 0.5,  # a call that is refused
+    "mismatch": 0.2,  # ranks make different calls
     "split": 0.6,
     "dup": 0.3,
     "sub": 0.5,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy_oracle import ALL, COMPLEXES, FLOATS, INTS, UFUNCS, Array, Random, dtype_of
+from numpy_oracle import ALL, COMPLEXES, FLOATS, INTS, UFUNCS, Array, Random, dtype_of, reduced
 
 import pycoll
 
@@ -31,35 +31,7 @@ KINDS: dict[str, tuple[int, float, int, int]] = {
 
 "short" are calls that the core makes without Python, "schedules" those by other algorithms."""
 
-# --- what the result has to be ---------------------------------------------------------------
-
-
-def times(a: Array, b: Array) -> Array:
-    """The product of complex numbers, each part rounded as it is written; NumPy may fuse it."""
-    product = np.empty_like(a)
-    product.real = a.real * b.real - a.imag * b.imag
-    product.imag = a.real * b.imag + a.imag * b.real
-    return product
-
-
-def reduced(op: str, operands: list[Array]) -> Array:
-    """The operands combined in rank order."""
-    dtype = operands[0].dtype
-    if op in ("land", "lor", "lxor"):
-        operands = [x.astype(bool) for x in operands]
-    elif dtype in FLOATS and dtype.itemsize == 2:
-        operands = [x.astype(np.float32) for x in operands]
-    combine: Callable[[Array, Array], Array] = UFUNCS[op][0]
-    if op == "prod" and dtype.kind == "c":
-        combine = times
-    with np.errstate(all="ignore"):
-        total = np.asarray(functools.reduce(combine, operands))
-        if op == "avg" and dtype.kind == "c":
-            total.real /= len(operands)
-            total.imag /= len(operands)
-        elif op == "avg":
-            total = np.asarray(total / total.dtype.type(len(operands)))
-        return total.astype(dtype)
+# --- values -----------------------------------------------------------------------------------
 
 
 def values(rng: Random, dtype: str, shape: tuple[int, ...], exact: bool) -> Array:
