@@ -27,22 +27,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pycoll._launcher import agent_socket
 from pycoll._launcher.agent import Agent
 from pycoll._launcher.host import Events, OwnHost, RankProgram
-from pycoll._launcher.host_memory import JobMemory, Tally
 from pycoll._launcher.line import Hear, Line
 from pycoll._launcher.network_line import LinkLine, reach
 from pycoll._launcher.process import doing as process_doing
 from pycoll._launcher.signals import caught_signals, outlive_signals
 from pycoll._support.environment import HostPlacement, rank_environment, usable_cores
 from pycoll.errors import BootstrapError
-
-if TYPE_CHECKING:
-    from pycoll._launcher.awaited import WaitSums
-    from pycoll._launcher.kept_calls import HostCalls
 
 UNKNOWN = 256
 """The status of a process that has ended, if only its parent can know it."""
@@ -63,16 +58,13 @@ class _Joiner:
         self.rank = -1
 
 
-class AdoptedHost:
-    """The ranks of this host: let in, watched, told; `host.OwnHost`. Others start and end them.
+class AdoptedHost(OwnHost):
+    """The ranks of this host: let in, watched, told. Others start and end them.
 
     Args:
-        places: where its ranks are, by rank.
+        places, selector, events, stack: see `OwnHost`.
         joiners: its connections with the ranks, which wait to be let in, by rank.
-        selector: the owner's; the data of a key is a function to call when it is ready.
-        events: hears what happens.
         open_link: makes a link for a rank; returns the descriptor that it gets.
-        stack: what is opened is undone by it.
     """
 
     def __init__(
@@ -84,27 +76,25 @@ class AdoptedHost:
         open_link: Callable[[], int],
         stack: contextlib.ExitStack,
     ) -> None:
-        self._places, self._joiners = places, joiners
-        self._selector, self._events, self._open_link = selector, events, open_link
-        self._cores = usable_cores()
-        self._memory = JobMemory(places, self._cores)
-        stack.callback(self._memory.close)
+        super().__init__(places, selector, events, stack)
+        self._joiners, self._open_link = joiners, open_link
         self._pidfds: dict[int, int] = {}
         self._joined: dict[int, int] = {}
         stack.callback(self._unwatch_all)
 
     def start(self, program: RankProgram) -> None:
         """Let all ranks in."""
+        cores = usable_cores()
         for rank, joiner in self._joiners.items():
             self._watch(rank, joiner.pid, self._pidfds, partial(self._see_end, rank))
-            memory = self._memory.of(rank)
+            memory = self._memory[rank]
             link = self._open_link()
             own = rank_environment(rank, self._places)
             message = {
                 "environment": {**program.environment, **own},
                 "memory": "" if memory.descriptors else memory.variable,
                 "count": 1 + len(memory.descriptors),
-                "cores": self._cores,
+                "cores": cores,
             }
             try:
                 agent_socket.send(joiner.connection, message, [link, *memory.descriptors])
@@ -114,36 +104,15 @@ class AdoptedHost:
             finally:
                 os.close(link)
 
-    def poll(self) -> float:
-        return float("inf")
-
     def watch_joined(self, rank: int, pid: int) -> None:
         if pid != self._joiners[rank].pid and rank not in self._joined:
             self._watch(rank, pid, self._joined, partial(self._see_lost, rank))
-
-    def doing(self, rank: int) -> str:
-        return self._memory.doing(rank)
 
     def state(self, rank: int, pid: int) -> str:
         return process_doing(pid)
 
     def ask(self, rank: int, heard: Callable[[int, bytes], object]) -> None:
         """See `host.Host`: nobody asks for the ranks of another launcher."""
-
-    def tally(self, rank: int) -> Tally | None:
-        return self._memory.tally(rank)
-
-    def read_calls(self, heard: Callable[[list[HostCalls]], object]) -> None:
-        heard(self._memory.calls())
-
-    def read_waits(
-        self, size: int, most: int, heard: Callable[[Mapping[int, WaitSums]], object]
-    ) -> None:
-        """See `host.Host`."""
-        heard(self._memory.waits(size, most))
-
-    def tell_failure(self) -> None:
-        self._memory.tell_failure()
 
     def signal(self, signum: int) -> None:
         """Send a signal to the ranks, not to what they have started."""
@@ -172,18 +141,13 @@ class AdoptedHost:
     def _see_end(self, rank: int) -> None:
         self._unwatch(self._pidfds.pop(rank, None))
         if rank not in self._joined:
-            self._memory.note_end(rank)
+            self._memory[rank].note_end(rank)
         self._events.ended(rank, UNKNOWN)
 
     def _see_lost(self, rank: int) -> None:
         self._unwatch(self._joined.pop(rank, None))
-        self._memory.note_end(rank)
+        self._memory[rank].note_end(rank)
         self._events.lost(rank)
-
-    def _unwatch(self, pidfd: int | None) -> None:
-        if pidfd is not None:
-            self._selector.unregister(pidfd)
-            os.close(pidfd)
 
     def _unwatch_all(self) -> None:
         for pidfd in (*self._pidfds.values(), *self._joined.values()):

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import resource
-import select
 import selectors
 import signal
 import subprocess
@@ -18,11 +17,12 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pycoll._launcher import guardian, process
 from pycoll._launcher.asked_rank import AskedRank
-from pycoll._launcher.host_memory import JobMemory, Tally
+from pycoll._launcher.host_memory import Tally, memory_by_rank
 from pycoll._launcher.outcome import signal_name
 from pycoll._launcher.rendezvous_pairs import link_variable
 from pycoll._launcher.signals import PASSED_ON
 from pycoll._support.environment import HostPlacement, cpus_of_cores, rank_environment, usable_cores
+from pycoll._support.ready import ready
 
 if TYPE_CHECKING:
     from pycoll._launcher.awaited import WaitSums
@@ -131,11 +131,57 @@ class Host(Protocol):
         """Kill whatever is left of the job on this host; only the first call counts."""
 
 
-class OwnHost(Host, Protocol):
-    """The host that its owner is on."""
+class OwnHost(Host):
+    """The host that its owner is on, as far as its memory tells of its ranks.
+
+    Args:
+        places: where its ranks are, by rank; emulated hosts are several, of this one.
+        selector: the owner's; the data of a key is a function to call when it is ready.
+        events: hears what happens.
+        stack: what is opened is undone by it.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[int, HostPlacement],
+        selector: selectors.BaseSelector,
+        events: Events,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._places, self._selector, self._events = places, selector, events
+        self._memory = memory_by_rank(places, usable_cores())
+        self._memories = list(dict.fromkeys(self._memory.values()))
+        for memory in self._memories:
+            stack.callback(memory.close)
 
     def poll(self) -> float:
         """Do what is due; returns after how many seconds to come again."""
+        return float("inf")
+
+    def doing(self, rank: int) -> str:
+        return self._memory[rank].doing(rank)
+
+    def tally(self, rank: int) -> Tally | None:
+        return self._memory[rank].tally(rank)
+
+    def read_calls(self, heard: Callable[[list[HostCalls]], object]) -> None:
+        heard([calls for each in self._memories if (calls := each.calls()) is not None])
+
+    def read_waits(
+        self, size: int, most: int, heard: Callable[[Mapping[int, WaitSums]], object]
+    ) -> None:
+        """See `Host`."""
+        waits = (each.waits(size, most) for each in self._memories)
+        heard({rank: sums for of_host in waits for rank, sums in of_host.items()})
+
+    def tell_failure(self) -> None:
+        for memory in self._memories:
+            memory.tell_failure()
+
+    def _unwatch(self, pidfd: int | None) -> None:
+        if pidfd is not None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
 
 
 class _Process:
@@ -151,12 +197,6 @@ class _Process:
         self.pidfd = _pidfd(popen.pid)
         self.joined_pidfd: int | None = None
         self.has_ended = False
-
-
-def _is_readable(descriptor: int) -> bool:
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(0))
 
 
 def _pidfd(pid: int) -> int | None:
@@ -186,17 +226,14 @@ def reserve_descriptors(ranks: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-class LocalHost:
-    """The ranks of the host that this process is on.
+class LocalHost(OwnHost):
+    """The ranks of the host that this process is on, which it starts and ends.
 
     Args:
         job: the job's id, which every process of it carries in PYCOLL_JOB.
-        places: where its ranks are, by rank; emulated hosts are several, of this one.
-        selector: the owner's; the data of a key is a function to call when it is ready.
-        events: hears what happens.
+        places, selector, events, stack: see `OwnHost`.
         open_link: makes a link for a rank; returns the descriptor that it inherits.
         relay: is given the read ends of what a rank writes: rank, standard output, standard error.
-        stack: what is opened is undone by it.
         silent_s: the ranks are ended if this process does not call `poll` for so long; 0: it may.
 
     Attributes:
@@ -218,15 +255,13 @@ class LocalHost:
         stack: contextlib.ExitStack,
         silent_s: float = 0.0,
     ) -> None:
+        super().__init__(places, selector, events, stack)
         self.ranks = list(places)
-        self._job, self._places = job, places
-        self._selector, self._events = selector, events
+        self._job = job
         self._open_link, self._relay = open_link, relay
         self._processes: dict[int, _Process] = {}
         self._asked: dict[int, AskedRank] = {}
         self._is_swept = False
-        self._memory = JobMemory(places, usable_cores())
-        stack.callback(self._memory.close)
         # Descriptors for the end.
         self._spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE)]
         stack.callback(self.free_descriptors)
@@ -266,7 +301,7 @@ class LocalHost:
                 os.sched_setaffinity(0, allowed)
 
     def _start_rank(self, rank: int, program: RankProgram, cpus: Collection[int] | None) -> None:
-        memory = self._memory.of(rank)
+        memory = self._memory[rank]
         ours: list[int] = []
         theirs: list[int] = []
         try:
@@ -332,9 +367,6 @@ class LocalHost:
             return
         self._watch(started.joined_pidfd, lambda: self._see_lost(rank))
 
-    def doing(self, rank: int) -> str:
-        return self._memory.doing(rank)
-
     def state(self, rank: int, pid: int) -> str:
         return process.doing(pid or self._processes[rank].pid)
 
@@ -342,32 +374,17 @@ class LocalHost:
         if rank in self._asked:
             self._asked[rank].ask(heard)
 
-    def tally(self, rank: int) -> Tally | None:
-        return self._memory.tally(rank)
-
-    def read_calls(self, heard: Callable[[list[HostCalls]], object]) -> None:
-        heard(self._memory.calls())
-
-    def read_waits(
-        self, size: int, most: int, heard: Callable[[Mapping[int, WaitSums]], object]
-    ) -> None:
-        """See `Host`."""
-        heard(self._memory.waits(size, most))
-
     def unfinished(self, rank: int) -> str:
         """Return what of a rank's calls is under way that it may not wait for; "": nothing."""
         from pycoll._launcher.kept_calls import unfinished  # not sooner: few jobs need it
 
-        notes = self._memory.notes_of(rank)
+        notes = self._memory[rank].notes(rank)
         return unfinished(notes) if notes else ""
 
     def guard_file(self, path: str) -> None:
         """Have a file removed that this process makes, if it is killed; "": there is none."""
         if path:
             self._guardian.add_file(path)
-
-    def tell_failure(self) -> None:
-        self._memory.tell_failure()
 
     def signal(self, signum: int) -> None:
         if signum in PASSED_ON:
@@ -434,8 +451,8 @@ class LocalHost:
         started.pidfd = None
         started.has_ended = True
         if started.joined_pidfd is None:
-            self._memory.note_end(rank)
-        elif _is_readable(started.joined_pidfd):
+            self._memory[rank].note_end(rank)
+        elif ready([started.joined_pidfd], 0):
             self._see_lost(rank)  # it ended first
         self._events.ended(rank, status)
 
@@ -445,7 +462,7 @@ class LocalHost:
         if started.joined_pidfd is not None:  # else it was seen when that one ended
             self._unwatch(started.joined_pidfd)
             started.joined_pidfd = None
-            self._memory.note_end(rank)
+            self._memory[rank].note_end(rank)
             self._events.lost(rank)
 
     def _sessions(self) -> set[int]:
@@ -460,8 +477,3 @@ class LocalHost:
     def _watch(self, pidfd: int | None, callback: Callable[[], None]) -> None:
         if pidfd is not None:
             self._selector.register(pidfd, selectors.EVENT_READ, callback)
-
-    def _unwatch(self, pidfd: int | None) -> None:
-        if pidfd is not None:
-            self._selector.unregister(pidfd)
-            os.close(pidfd)

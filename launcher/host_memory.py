@@ -22,7 +22,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from pycoll._support.environment import HostPlacement
@@ -63,15 +63,18 @@ class HostMemory:
     """One host's memory. Where a system has none for us, ranks do without: `variable` says why.
 
     Args:
-        local_size: number of ranks on the host.
+        ranks: of the host, in the order of their local ranks.
         cores: how many cores they may use together.
 
     Attributes:
+        ranks: the same.
         descriptors: what every rank of the host inherits, under the same numbers.
         variable: the value of PYCOLL_SHM.
     """
 
-    def __init__(self, local_size: int, cores: int) -> None:
+    def __init__(self, ranks: list[int], cores: int) -> None:
+        self.ranks = ranks
+        self._local = {rank: local for local, rank in enumerate(ranks)}
         self.descriptors: list[int] = []
         self._eventfds: list[int] = []
         self._page: mmap.mmap | None = None
@@ -80,12 +83,12 @@ class HostMemory:
             self._memfd = os.memfd_create("host.pycoll", flags)
             self.descriptors.append(self._memfd)
             # With what those ranks write, too, that share nothing else.
-            self._notes = _PAGE - (-local_size * _RECORD // _PAGE) * _PAGE
-            os.ftruncate(self._memfd, self._notes + local_size * NOTES_NBYTES)
+            self._notes = _PAGE - (-len(ranks) * _RECORD // _PAGE) * _PAGE
+            os.ftruncate(self._memfd, self._notes + len(ranks) * NOTES_NBYTES)
             # It only grows: where a rank has mapped it there is always something.
             fcntl.fcntl(self._memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._page = mmap.mmap(self._memfd, _PAGE)
-            for _ in range(local_size):
+            for _ in ranks:
                 self._eventfds.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
                 self.descriptors.append(self._eventfds[-1])
         except (AttributeError, OSError) as exc:  # an old kernel or C library, or a sandbox
@@ -105,7 +108,7 @@ class HostMemory:
             with contextlib.suppress(BlockingIOError):  # its counter is full: it is readable
                 os.eventfd_write(eventfd, 1)
 
-    def note_end(self, local_rank: int) -> None:
+    def note_end(self, rank: int) -> None:
         """The process of a rank has ended: if it had the lock, the others may have it.
 
         What it did under the lock was one store, so the table is whole. Only the process that has
@@ -114,44 +117,48 @@ class HostMemory:
         if self._page is None:
             return
         with memoryview(self._page) as page, page.cast("I") as words:
-            if words[_LOCK] == local_rank + 1:
+            if words[_LOCK] == self._local[rank] + 1:
                 words[_LOCK] = 0
 
-    def doing(self, local_rank: int) -> str:
+    def doing(self, rank: int) -> str:
         """The native call that a rank waits in, and for how long; "" if it waits in none."""
-        call, since, start = self._line(local_rank).rpartition(", since ")
+        call, since, start = self._line(rank).rpartition(", since ")
         try:
             return f"{call}, for {max(0.0, time.monotonic() - float(start)):.1f} s"
         except ValueError:
             return call + since + start
 
-    def tally(self, local_rank: int) -> Tally | None:
+    def tally(self, rank: int) -> Tally | None:
         """What a rank has done; None: it is not known here."""
         if self._page is None:
             return None
-        data = os.pread(self._memfd, _TALLY.size, _TALLY_OFFSET + _RECORD * local_rank)
+        data = os.pread(self._memfd, _TALLY.size, _TALLY_OFFSET + _RECORD * self._local[rank])
         calls, messages, nbytes, waited_ns, since_ns = _TALLY.unpack(data)
         if since_ns:
             waited_ns += max(0, time.monotonic_ns() - since_ns)
         return Tally(calls, messages, nbytes, waited_ns / 1e9)
 
-    def calls(self, ranks: list[int]) -> HostCalls | None:
-        """What its ranks have called last, which these are in the world; None: it is not known."""
+    def calls(self) -> HostCalls | None:
+        """What its ranks have called last; None: it is not known."""
         from pycoll._launcher.kept_calls import HostCalls  # not sooner: few jobs need it
 
         if self._page is None:
             return None
-        return HostCalls.read(self._memfd, self.notes(), ranks)
+        return HostCalls.read(self._memfd, list(map(self.notes, self.ranks)), self.ranks)
 
-    def notes(self) -> list[bytes]:
-        """What each of its ranks notes of its calls (`notes`); [] if that is not known."""
-        return [self.notes_of(local) for local in range(len(self._eventfds))]
+    def waits(self, size: int, most: int) -> dict[int, WaitSums]:
+        """For whom each of its ranks has waited, by its last notes; see `awaited.of_notes`."""
+        from pycoll._launcher.awaited import of_notes  # not sooner: few jobs need it
 
-    def notes_of(self, local_rank: int) -> bytes:
-        """What a rank notes of its calls; b"" if that is not known."""
+        now_ns = time.monotonic_ns()
+        return {r: of_notes(self.notes(r), self.ranks, size, most, now_ns) for r in self.ranks}
+
+    def notes(self, rank: int) -> bytes:
+        """What a rank notes of its calls (`notes`); b"" if that is not known."""
         if self._page is None:
             return b""
-        return os.pread(self._memfd, NOTES_NBYTES, self._notes + local_rank * NOTES_NBYTES)
+        at = self._notes + self._local[rank] * NOTES_NBYTES
+        return os.pread(self._memfd, NOTES_NBYTES, at)
 
     def close(self) -> None:
         """Give memory and descriptors back; may be called again."""
@@ -163,12 +170,12 @@ class HostMemory:
         self.descriptors.clear()
         self._eventfds.clear()
 
-    def _line(self, local_rank: int) -> str:
+    def _line(self, rank: int) -> str:
         """What a rank has written about itself, as a whole."""
         if self._page is None:
             return ""
         # Read, not mapped: the file may still be shorter, and a mapping of nothing is a bus error.
-        at = _RECORD * local_rank
+        at = _RECORD * self._local[rank]
         for _ in range(_TRIES):
             before = os.pread(self._memfd, _SEQUENCE.size, _SEQUENCE_OFFSET + at)
             line = os.pread(self._memfd, _LINE_NBYTES, _LINE_OFFSET + at)
@@ -180,69 +187,20 @@ class HostMemory:
         return ""
 
 
-class JobMemory:
-    """The memory of the hosts of a job that are this machine: one, or several that are emulated.
+def memory_by_rank(places: Mapping[int, HostPlacement], cores: int) -> dict[int, HostMemory]:
+    """Make the memory of the hosts of a job that are this machine: one, or several emulated ones.
 
     Args:
         places: by rank where it is.
         cores: how many cores they may use together.
+
+    Returns:
+        By rank the memory of its host.
     """
-
-    def __init__(self, places: Mapping[int, HostPlacement], cores: int) -> None:
-        self._places = places
-        sizes = {where.node: where.local_size for where in places.values()}
-        # Emulated hosts share the machine: their ranks must not believe that each has it alone.
-        share = max(1, cores // len(sizes))
-        self._hosts = {node: HostMemory(size, share) for node, size in sizes.items()}
-
-    def of(self, rank: int) -> HostMemory:
-        """The memory of the host that `rank` is on."""
-        return self._hosts[self._places[rank].node]
-
-    def tell_failure(self) -> None:
-        """Tell every host that a rank has failed."""
-        for host in self._hosts.values():
-            host.tell_failure()
-
-    def note_end(self, rank: int) -> None:
-        """The process of `rank` has ended."""
-        self.of(rank).note_end(self._places[rank].local_rank)
-
-    def doing(self, rank: int) -> str:
-        """The native call that `rank` waits in, and for how long; "" if it waits in none."""
-        return self.of(rank).doing(self._places[rank].local_rank)
-
-    def tally(self, rank: int) -> Tally | None:
-        """What `rank` has done; None: it is not known here."""
-        return self.of(rank).tally(self._places[rank].local_rank)
-
-    def waits(self, size: int, most: int) -> dict[int, WaitSums]:
-        """For whom each rank has waited, by its last notes; see `awaited.of_notes`."""
-        from pycoll._launcher.awaited import of_notes  # not sooner: few jobs need it
-
-        now_ns = time.monotonic_ns()
-        return {
-            rank: of_notes(self.notes_of(rank), ranks, size, most, now_ns)
-            for node, ranks in self._ranks_of_nodes()
-            for rank in ranks
-        }
-
-    def notes_of(self, rank: int) -> bytes:
-        """What `rank` notes of its calls; b"" if that is not known."""
-        return self.of(rank).notes_of(self._places[rank].local_rank)
-
-    def calls(self) -> list[HostCalls]:
-        """What the ranks of each host have called last."""
-        found = [self._hosts[node].calls(ranks) for node, ranks in self._ranks_of_nodes()]
-        return [each for each in found if each is not None]
-
-    def _ranks_of_nodes(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the hosts, and of each its ranks as they are numbered there."""
-        for node in self._hosts:
-            mine = [rank for rank, at in self._places.items() if at.node == node]
-            yield node, sorted(mine, key=lambda rank: self._places[rank].local_rank)
-
-    def close(self) -> None:
-        """Give everything back; may be called again."""
-        for host in self._hosts.values():
-            host.close()
+    ranks: dict[int, list[int]] = {}
+    for rank in sorted(places, key=lambda rank: places[rank].local_rank):
+        ranks.setdefault(places[rank].node, []).append(rank)
+    # Emulated hosts share the machine: their ranks must not believe that each has it alone.
+    share = max(1, cores // len(ranks))
+    hosts = [HostMemory(mine, share) for mine in ranks.values()]
+    return {rank: host for host in hosts for rank in host.ranks}

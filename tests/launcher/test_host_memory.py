@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
-from pycoll._launcher.host_memory import HostMemory, JobMemory
+from pycoll._launcher.host_memory import HostMemory, memory_by_rank
 from pycoll._support.environment import HostPlacement, blocks, places
 
 LIMIT_S = 30 * PATIENCE
@@ -36,7 +36,7 @@ def epoch():
 
 @pytest.fixture
 def memory() -> Iterator[HostMemory]:
-    one = HostMemory(2, 4)
+    one = HostMemory([0, 1], 4)
     yield one
     one.close()
 
@@ -173,9 +173,9 @@ def test_where_there_is_no_memory_the_variable_says_why(monkeypatch: pytest.Monk
         raise PermissionError(errno.EPERM, "not in this sandbox")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    memory = JobMemory(on_hosts(3, 2), 4)
-    assert memory.of(0).variable == "-:[Errno 1] not in this sandbox"
-    assert memory.of(0).descriptors == []
+    memory = memory_by_rank(on_hosts(3, 2), 4)[2]
+    assert memory.variable == "-:[Errno 1] not in this sandbox"
+    assert memory.descriptors == []
     memory.tell_failure()
     assert memory.doing(2) == ""
     memory.close()
@@ -183,6 +183,8 @@ def test_where_there_is_no_memory_the_variable_says_why(monkeypatch: pytest.Monk
 
 def test_emulated_hosts_share_the_cores() -> None:
     for hosts, cores, share in ((1, 4, 4), (2, 4, 2), (4, 2, 1)):
-        memory = JobMemory(on_hosts(4, hosts), cores)
-        assert memory.of(0).variable.rpartition(":")[2] == str(share)
-        memory.close()
+        memory = memory_by_rank(on_hosts(4, hosts), cores)
+        assert memory[0].variable.rpartition(":")[2] == str(share)
+        assert len(set(memory.values())) == hosts
+        for each in set(memory.values()):
+            each.close()
