@@ -424,13 +424,14 @@ def _check(args: argparse.Namespace, rest: Sequence[str]) -> int:
     outcome = job.run()
     if outcome.report:
         _tell(outcome.report)
-    elif job.found is not None:
+    elif (hosts := job.checked_hosts) is not None:
         from pycoll._launcher.reach_table import lines
 
-        count = len(job.found.names)
+        count = len(hosts.names)
         print(f"{count} hosts, all with" if count > 1 else "1 host, with", f"pycoll {version()}")
-        print("\n".join(lines(job.found)), flush=True)
-        _tell("\n".join(job.found.absent))
+        shown = lines(hosts.names, hosts.ways, hosts.clocks(), hosts.same)
+        print("\n".join(shown), flush=True)
+        _tell("\n".join(hosts.absent))
     return outcome.status
 
 

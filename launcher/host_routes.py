@@ -21,33 +21,20 @@ class HostRoute(NamedTuple):
     reach: Reachability
 
 
-class RouteOptions(NamedTuple):
-    """How hosts are to be tried.
-
-    Attributes:
-        key: the job's.
-        interface: only addresses of this interface are used ("": of all).
-        address: the launcher's host is reached at this one ("": at those that it finds).
-        measures: latency and bandwidth are measured, too.
-    """
-
-    key: bytes
-    interface: str = ""
-    address: str = ""
-    measures: bool = False
-
-
 class HostRoutes:
     """The ways between all hosts.
 
     Args:
-        options: how.
+        key: the job's.
         hosts: all of them, in the order of their numbers; what is no `RemoteHost` is the launcher's
             own. Those that are have told their ports.
         names: theirs.
         selector: the owner's loop; the data of a key is a function to call when it is ready.
         done: called when every host has tried all others.
         stack: what is opened is undone by it.
+        interface: only addresses of this interface are used ("": of all).
+        address: the launcher's host is reached at this one ("": at those that it finds).
+        measures: latency and bandwidth are measured, too.
 
     Attributes:
         found: what was found out, one after the other.
@@ -58,14 +45,18 @@ class HostRoutes:
 
     def __init__(
         self,
-        options: RouteOptions,
+        key: bytes,
         hosts: Sequence[Host],
         names: Sequence[str],
         selector: selectors.BaseSelector,
         done: Callable[[], None],
         stack: contextlib.ExitStack,
+        interface: str = "",
+        address: str = "",
+        measures: bool = False,
     ) -> None:
-        self._options, self._hosts, self._names = options, hosts, names
+        self._key, self._hosts, self._names = key, hosts, names
+        self._interface, self._own_address, self._measures = interface, address, measures
         self._selector, self._done = selector, done
         self.found: list[HostRoute] = []
         self._addresses: dict[tuple[int, int], str] = {}  # by the numbers: who reaches whom
@@ -73,9 +64,9 @@ class HostRoutes:
         self._doorman: Doorman | None = None
         for number, host in enumerate(hosts):
             if not isinstance(host, RemoteHost):
-                self._doorman = Doorman(options.key, number)
+                self._doorman = Doorman(key, number)
                 stack.callback(self._doorman.close)
-        if options.measures:  # one after the other: they would disturb each other
+        if measures:  # one after the other: they would disturb each other
             self._try(0)
         else:
             for number in self._untried.copy():
@@ -94,7 +85,7 @@ class HostRoutes:
             self._addresses[by, reach.node] = reach.address
             self.found.append(HostRoute(self._names[by], self._names[reach.node], reach))
         self._untried.remove(by)
-        if self._options.measures and self._untried:
+        if self._measures and self._untried:
             self._try(self._untried[0])
         if not self._untried:
             if self._doorman is not None:
@@ -107,7 +98,7 @@ class HostRoutes:
         return [f"{way.by} cannot reach {way.to}: {'; '.join(way.reach.failures)}" for way in lost]
 
     def _try(self, number: int) -> None:
-        by, options = self._hosts[number], self._options
+        by = self._hosts[number]
         targets = []
         for node, host in enumerate(self._hosts):
             if host is by:
@@ -119,24 +110,24 @@ class HostRoutes:
                 port = self._doorman.port
             targets.append(HostAddresses(node, port, self._candidates(by, host)))
         if isinstance(by, RemoteHost):
-            by.reach(targets, options.measures)
+            by.reach(targets, self._measures)
             return
 
         def hear(found: Sequence[Reachability]) -> None:
             self.told(by, found)
 
-        Trial(self._selector, hear, targets, options.key, measures=options.measures)
+        Trial(self._selector, hear, targets, self._key, measures=self._measures)
 
     def _candidates(self, by: Host, host: Host) -> list[str]:
         """Addresses at which one host may reach another, those that its starter has used first."""
         if isinstance(host, RemoteHost):
             told, every = host.hello["reached"], host.hello["addresses"]
-        elif self._options.address:
-            return [self._options.address]
+        elif self._own_address:
+            return [self._own_address]
         else:
             told = by.hello["launcher"] if isinstance(by, RemoteHost) else ""
             every = own_addresses()
-        if wanted := self._options.interface:
+        if wanted := self._interface:
             return [address for interface, address in every if interface == wanted]
         return list(dict.fromkeys([*filter(None, [told]), *(address for _, address in every)]))
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pycoll._launcher.host import Host, LocalHost, NamedHost, RankProgram
-from pycoll._launcher.job_spec import JobEvents, JobSpec
+from pycoll._launcher.job_spec import JobSpec
 from pycoll._launcher.output import Relay
 from pycoll._launcher.rendezvous_server import Server
 from pycoll._support.environment import (
@@ -30,11 +30,12 @@ from pycoll._support.machine import place
 
 if TYPE_CHECKING:
     from pycoll._launcher.agent_listener import Lobby
-    from pycoll._launcher.host_routes import HostRoutes
+    from pycoll._launcher.host_routes import HostRoute, HostRoutes
     from pycoll._launcher.input import Input
     from pycoll._launcher.outcome import RankState
     from pycoll._launcher.reach import Reachability
     from pycoll._launcher.remote import RemoteHost
+    from pycoll._launcher.spawn import Job
     from pycoll._trace.timeline import RankTrace
 
 _LOOPBACK = "127.0.0.1"
@@ -56,7 +57,7 @@ class Hosts:
     Args:
         spec: what they run.
         selector: the owner's loop; the data of a key is a function to call when it is ready.
-        events: hears what happens.
+        job: hears what happens.
         server: where the ranks meet.
         relay: gets what they write.
         stack: what is opened is undone by it.
@@ -67,6 +68,7 @@ class Hosts:
         same: of names that mean a host which has another: that other.
         lost_hosts: hosts that are lost, and why: lines.
         absent: why hosts are not there whose job is only to check the others: lines.
+        ways: how they reach each other, if that is all that is wanted.
 
     Raises:
         OSError: something cannot be opened.
@@ -76,18 +78,22 @@ class Hosts:
         self,
         spec: JobSpec,
         selector: selectors.BaseSelector,
-        events: JobEvents,
+        job: Job,
         server: Server,
         relay: Relay,
         stack: contextlib.ExitStack,
     ) -> None:
-        self._spec, self._selector, self._events = spec, selector, events
+        self._spec, self._selector, self._job = spec, selector, job
+        # What hosts with an agent tell that is for the job as it is.
+        self.ended, self.lost, self.say = job.ended, job.lost, job.say
+        self.tell, self.signalled = job.tell, job.signalled
         self._options = spec.options
         self._server, self._relay, self._stack = server, relay, stack
         self.have_started = False
         self.names: list[str] = []
         self.same: dict[str, str] = {}
         self.absent: list[str] = []
+        self.ways: Sequence[HostRoute] = ()
         self._here: LocalHost | None = None
         self._remotes: list[RemoteHost] = []  # those with an agent
         self._all: list[Host] = []  # in the order of their numbers, when they are known
@@ -122,7 +128,7 @@ class Hosts:
             remote = RemoteHost(name, self, self._relay, self._server.hear, options.calls.wait_s)
             self._lobby.expect(number, remote)
         else:
-            self._events.say(f"{name}: its launcher is started by {command[0]}")
+            self.say(f"{name}: its launcher is started by {command[0]}")
             remote = StartedHost(
                 command, self._selector, self._stack, name, self, self._relay, self._server.hear
             )
@@ -150,12 +156,12 @@ class Hosts:
                 self.lost_hosts[each] = [f"{each.name}: it has not answered in {waited_s:.0f} s"]
         lines = [line for each in self._remotes for line in self.lost_hosts.get(each, ())]
         if lines and not (self._options.checks and len(self.lost_hosts) < len(self._named)):
-            return self._events.unreachable(lines)
+            return self._job.unreachable(lines)
         self.absent = lines
         try:
             self._settle()
         except OSError as exc:
-            self._events.refused("", exc)
+            self._job.refused("", exc)
 
     def _settle(self) -> None:
         """All are there that will be: put the ranks on hosts, and have everything made for them.
@@ -216,13 +222,13 @@ class Hosts:
         if host is not None:
             host.places = places
             host.is_traced = self._options.trace_records > 0
-            host.open(self._job(number), self._spec.key, number)
+            host.open(self._job_of(number), self._spec.key, number)
             return host
         self._here = LocalHost(
-            self._job(number),
+            self._job_of(number),
             places,
             self._selector,
-            self._events,
+            self._job,
             self._server.open_link,
             self._relay.add,
             self._stack,
@@ -332,7 +338,7 @@ class Hosts:
             if absent:
                 count = len(self._named)
                 there = f"{count - len(absent)} of {count} hosts are there"
-                self._events.progress(f"{there}, not {', '.join(absent[:8])}")
+                self._job.progress(f"{there}, not {', '.join(absent[:8])}")
         return self._progress_at
 
     def _look_for_failures(self, now: float) -> float:
@@ -343,7 +349,7 @@ class Hosts:
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
             if failure := calls.failure():
-                self._events.unreachable([failure])
+                self._job.unreachable([failure])
         return self._look_at
 
     def _start_ranks(self) -> None:
@@ -353,12 +359,12 @@ class Hosts:
         port = free_port() if first is self._here else self._remote(first).hello["port"]
         if self._remotes and options.calls is None:
             names = " ".join(sorted({*sent(os.environ), *options.exports}))
-            self._events.say(f"all ranks have of this environment: {names}")
+            self.say(f"all ranks have of this environment: {names}")
         for node, host in enumerate(self._all):
             environment = shared_environment(
                 self._base(host),
                 options.size,
-                job=self._job(node),
+                job=self._job_of(node),
                 key=spec.key,
                 rendezvous=self._server.endpoint,
                 transport=options.transport,
@@ -379,7 +385,7 @@ class Hosts:
             host.start(RankProgram(spec.argv, environment, spec.pass_fds, bind, spec.stdin, traced))
         self.have_started = not self._remotes
 
-    def _job(self, node: int) -> str:
+    def _job_of(self, node: int) -> str:
         """The id of the part on a host: two may be one machine, and have a guardian each."""
         return f"{self._spec.job}.{node}" if len(self.names) > 1 else self._spec.job
 
@@ -413,14 +419,20 @@ class Hosts:
         """Have all hosts try to reach the others."""
         from pycoll._launcher import host_routes
 
-        wanted = self._options.interface
+        options = self._options
+        wanted = options.interface
         if wanted and (lines := host_routes.without_interface(wanted, self._all, self.names)):
-            return self._events.unreachable(lines)
-        options = host_routes.RouteOptions(
-            self._spec.key, self._options.interface, self._options.address, self._options.checks
-        )
+            return self._job.unreachable(lines)
         self._ways = host_routes.HostRoutes(
-            options, self._all, self.names, self._selector, self._see_ways, self._stack
+            self._spec.key,
+            self._all,
+            self.names,
+            self._selector,
+            self._see_ways,
+            self._stack,
+            wanted,
+            options.address,
+            options.checks,
         )
 
     def _see_ways(self) -> None:
@@ -429,31 +441,17 @@ class Hosts:
         for way in ways.found:
             self.say(f"{way.by} reaches {way.to} at {way.reach.address or 'no address'}")
         if self._options.checks:
-            self._events.checked(ways.found)
+            self.ways = ways.found
+            self._job.checked()
         elif lost := ways.failures():
-            self._events.unreachable(lost)
+            self._job.unreachable(lost)
         else:
             try:
                 self._start_ranks()
             except OSError as exc:
-                self._events.refused("", exc)
+                self._job.refused("", exc)
 
     # What hosts with an agent tell: `remote.RemoteEvents`.
-
-    def ended(self, rank: int, status: int) -> None:
-        self._events.ended(rank, status)
-
-    def lost(self, rank: int) -> None:
-        self._events.lost(rank)
-
-    def say(self, text: str) -> None:
-        self._events.say(text)
-
-    def tell(self, lines: Sequence[str]) -> None:
-        self._events.tell(lines)
-
-    def signalled(self, signum: int) -> None:
-        self._events.signalled(signum)
 
     def here(self, host: RemoteHost) -> None:
         """Called when an agent is there."""
@@ -467,7 +465,7 @@ class Hosts:
             try:
                 self._go_on()
             except OSError as exc:
-                self._events.refused("", exc)
+                self._job.refused("", exc)
 
     def reached(self, host: RemoteHost, found: Sequence[Reachability]) -> None:
         """Called when it is known how other hosts are reached from one."""
@@ -481,12 +479,12 @@ class Hosts:
 
     def refused(self, host: RemoteHost, error: OSError) -> None:
         """Called when the ranks of a host cannot be started."""
-        self._events.refused(host.name, error)
+        self._job.refused(host.name, error)
 
     def gone(self, host: RemoteHost, why: str, is_ending: bool = False) -> None:
         """Called when a host is lost, or will be soon."""
         self.lost_hosts[host] = [f"{host.name}: {why}", *(f"    {line}" for line in host.message)]
         if self._all:
-            return self._events.gone(host.ranks, host.name, why, host.message, is_ending)
+            return self._job.gone(host.ranks, host.name, why, host.message, is_ending)
         self._go_on_at = min(self._go_on_at, time.monotonic() + _OTHERS_S)
         self._arrive()

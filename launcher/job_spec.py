@@ -1,17 +1,16 @@
-"""How a job runs, what its hosts are to run, and whom they tell what happens."""
+"""How a job runs, and what its hosts are to run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from pycoll._launcher.host import Events, NamedHost
+from pycoll._launcher.host import NamedHost
 from pycoll._support.environment import GRACE_S
 
 if TYPE_CHECKING:
     from pycoll._launcher.agent_listener import AgentCalls
-    from pycoll._launcher.host_routes import HostRoute
 
 
 class Options(NamedTuple):
@@ -87,38 +86,3 @@ class JobSpec(NamedTuple):
     pass_fds: Sequence[int]
     stdin: int | IO[Any] | None
     socket: str = ""
-
-
-class JobEvents(Events, Protocol):
-    """What the hosts tell the job, beside what each host does."""
-
-    def refused(self, host: str, error: OSError) -> None:
-        """Called when the ranks of a host cannot be started; "": of this one."""
-
-    def gone(
-        self,
-        ranks: Sequence[int],
-        host: str,
-        why: str,
-        message: Sequence[str],
-        is_ending: bool = False,
-    ) -> None:
-        """Called when a host is lost, with its ranks; what its starter has written.
-
-        Or it will be soon (`is_ending`), and its ranks can still save what they have.
-        """
-
-    def unreachable(self, lines: Sequence[str]) -> None:
-        """Called when some hosts cannot be reached, from here or by others: which, and why."""
-
-    def checked(self, ways: Sequence[HostRoute]) -> None:
-        """Called when it is known how the hosts reach each other, if that was to be found out."""
-
-    def progress(self, text: str) -> None:
-        """Called when it is known how far the start is, for who waits at a terminal."""
-
-    def tell(self, lines: Sequence[str]) -> None:
-        """Show the user what is not a rank's."""
-
-    def signalled(self, signum: int) -> None:
-        """Called when another host was sent a signal that is for the ranks."""

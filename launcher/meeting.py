@@ -354,9 +354,8 @@ class Meeting:
         if len(self._hosts) == 1:
             return self._start()
         names = [each.name for each in self._hosts]
-        options = host_routes.RouteOptions(self._key)
         self._ways = host_routes.HostRoutes(
-            options, self._hosts, names, self._selector, self._see_ways, self._stack
+            self._key, self._hosts, names, self._selector, self._see_ways, self._stack
         )
 
     def _see_ways(self) -> None:

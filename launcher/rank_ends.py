@@ -50,7 +50,7 @@ class RankEnds:
         raise NotImplementedError
 
     def lost(self, rank: int) -> None:
-        """Called when the process that joined as a rank has ended; `job_spec.JobEvents`."""
+        """Called when the process that joined as a rank has ended."""
         self._ranks[rank].lost_at = time.monotonic()
 
     def _lose(self, rank: RankState, now: float) -> None:
@@ -84,7 +84,7 @@ class RankEnds:
             self._failed(needed, now)
 
     def ended(self, rank: int, status: int) -> None:
-        """Called when the process of a rank has ended; `job_spec.JobEvents`."""
+        """Called when the process of a rank has ended."""
         state = self._ranks[rank]
         state.status = status
         text = end_text(status)
@@ -104,7 +104,7 @@ class RankEnds:
         message: Sequence[str],
         is_ending: bool = False,
     ) -> None:
-        """Called when a host is lost, with its ranks, or will be soon; `job_spec.JobEvents`."""
+        """Called when a host is lost, with its ranks, or will be soon."""
         if not self._hosts.have_started:
             self._refuse(CANNOT_START, "\n    ".join([f"{host}: {why}", *message]))
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from pycoll._launcher.host_routes import HostRoute
 
@@ -11,27 +10,20 @@ _CLOCK_S = 1.0
 """A clock that is off by more is worth a word: file times and logs differ then."""
 
 
-class CheckedHosts(NamedTuple):
-    """What was found out about a job's hosts.
+def lines(
+    names: Sequence[str],
+    ways: Sequence[HostRoute],
+    clocks: Mapping[str, float],
+    same: Mapping[str, str],
+) -> list[str]:
+    """Draw a table: a row for who connects, a column for whom it reaches.
 
-    Attributes:
-        names: of those that are there.
+    Args:
+        names: of the hosts that are there.
         ways: how they reach each other.
         clocks: by how many seconds those of other hosts are ahead of this host's.
         same: of names that mean a host which has another: that other.
-        absent: why others are not there: lines.
     """
-
-    names: Sequence[str]
-    ways: Sequence[HostRoute]
-    clocks: Mapping[str, float]
-    same: Mapping[str, str]
-    absent: Sequence[str]
-
-
-def lines(found: CheckedHosts) -> list[str]:
-    """Draw a table: a row for who connects, a column for whom it reaches."""
-    names, ways, clocks = found.names, found.ways, found.clocks
     cells = {(way.by, way.to): _cell(way) for way in ways}
     heads = ["from \\ to", *names]
     rows = [heads, *([by, *(cells.get((by, to), "-") for to in names)] for by in names)]
@@ -39,7 +31,7 @@ def lines(found: CheckedHosts) -> list[str]:
     drawn = []
     if len(names) > 1:
         drawn = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    drawn += [f"{name} is {other}, the same host" for name, other in found.same.items()]
+    drawn += [f"{name} is {other}, the same host" for name, other in same.items()]
     for way in ways:
         if not way.reach.address:
             drawn += [f"{way.by} cannot reach {way.to}:"]

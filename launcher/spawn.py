@@ -46,8 +46,6 @@ from pycoll._support.environment import UNENCRYPTED, knows_unencrypted, warn_aft
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
-    from pycoll._launcher.host_routes import HostRoute
-    from pycoll._launcher.reach_table import CheckedHosts
     from pycoll._trace.timeline import RankTrace
 
 LINGER_S = 0.25
@@ -73,7 +71,7 @@ class Job(RankEnds):
         server: where the ranks meet; made by `run`.
         selector: what its loop waits for; the data of a key is a function to call.
         signals: caught and not handled yet.
-        found: how the hosts reach each other, if that was to be found out.
+        checked_hosts: those of which it is known how they reach each other, if that was wanted.
         traces: what the ranks have recorded, in order, when they have ended.
     """
 
@@ -89,7 +87,7 @@ class Job(RankEnds):
     ) -> None:
         super().__init__(options)
         self.id = os.urandom(16).hex()
-        self.found: CheckedHosts | None = None
+        self.checked_hosts: Hosts | None = None
         self.traces: Sequence[RankTrace] = ()
         self._argv = list(argv)
         self._pass_fds = tuple(pass_fds)
@@ -325,21 +323,18 @@ class Job(RankEnds):
                     self._ranks[number].left_out = True
 
     def refused(self, host: str, error: OSError) -> None:
-        """Called when the ranks of a host cannot be started; `job_spec.JobEvents`."""
+        """Called when the ranks of a host cannot be started."""
         outcome = refusal(error, self._argv[0], self._options.size, is_here=not host)
         self._refuse(outcome.status, f"{host}: {outcome.report}" if host else outcome.report)
 
     def unreachable(self, lines: Sequence[str]) -> None:
-        """Called when some hosts cannot be reached; `job_spec.JobEvents`."""
+        """Called when some hosts cannot be reached."""
         self._refuse(CANNOT_START, "\n".join(lines))
 
-    def checked(self, ways: Sequence[HostRoute]) -> None:
-        """Called when it is known how the hosts reach each other; `job_spec.JobEvents`."""
-        from pycoll._launcher.reach_table import CheckedHosts
-
-        hosts = self._hosts
-        self.found = CheckedHosts(hosts.names, ways, hosts.clocks(), hosts.same, hosts.absent)
-        works = not hosts.absent and all(way.reach.address for way in ways)
+    def checked(self) -> None:
+        """Called when it is known how the hosts reach each other, if that was to be found out."""
+        self.checked_hosts = hosts = self._hosts
+        works = not hosts.absent and all(way.reach.address for way in hosts.ways)
         self._refuse(0 if works else CANNOT_START, "")
 
     # Ending.
@@ -360,7 +355,7 @@ class Job(RankEnds):
             self._decision = Decision(now, status, text, tuple(table))
 
     def signalled(self, signum: int) -> None:
-        """Called when another host was sent a signal that is for the ranks; `JobEvents`."""
+        """Called when another host was sent a signal that is for the ranks."""
         self._for_ranks.append(signum)
 
     def _heed_signals(self, now: float) -> None:
@@ -435,12 +430,12 @@ class Job(RankEnds):
         self._relay.say("\n".join([f"{PREFIX}{lines[0]}", *lines[1:]]))
 
     def progress(self, text: str) -> None:
-        """Show how far the start is, on a terminal; `job_spec.JobEvents`."""
+        """Show how far the start is, on a terminal."""
         if self._relay.has_terminal:
             self._relay.say(f"pycoll-run: {text}")
 
     def say(self, text: str) -> None:
-        """Tell what happens to who wants to know; `job_spec.JobEvents`."""
+        """Tell what happens to who wants to know."""
         if self._options.verbose:
             self._relay.say(f"pycoll-run: {text}")
 

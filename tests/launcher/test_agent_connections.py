@@ -22,7 +22,7 @@ from pycoll._launcher.host_routes import HostRoute
 from pycoll._launcher.input import WINDOW_NBYTES, Input
 from pycoll._launcher.line import MARKER, DescriptorLine
 from pycoll._launcher.reach import Doorman, HostAddresses, Reachability, reach_all
-from pycoll._launcher.reach_table import CheckedHosts, lines
+from pycoll._launcher.reach_table import lines
 from pycoll._support.environment import UNENCRYPTED
 
 
@@ -379,7 +379,7 @@ def test_the_table_of_ways() -> None:
             "b", "a", Reachability(0, "", ["10.0.0.1 port 5: no answer in 5 s (a firewall?)"])
         ),
     ]
-    assert lines(CheckedHosts(["a", "b"], ways, {"b": -3.25}, {"c": "a"}, [])) == [
+    assert lines(["a", "b"], ways, {"b": -3.25}, {"c": "a"}) == [
         "from \\ to  a       b",
         "a          -       10.0.0.2 12 us 2.5 GB/s",
         "b          no way  -",
