@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from pycoll._launcher.kept_calls import JobCalls, Made, first_difference
-from pycoll._launcher.outcome import ranks_text
+from pycoll._support.wording import ranks_text
 
 _SHOWN = 20
 

@@ -21,8 +21,9 @@ from typing import IO, Any, NamedTuple
 from pycoll._launcher import agent_socket, mpi_board
 from pycoll._launcher.agent_socket import Ticket
 from pycoll._launcher.rendezvous_pairs import link_variable
-from pycoll._rendezvous.wire import name_ranks, seconds_since
+from pycoll._rendezvous.wire import print_missing, too_late
 from pycoll._support.ready import ready
+from pycoll._support.wording import ranks_text
 from pycoll.errors import BootstrapError
 
 _NOTICE_S = 10.0  # between words on who is missing
@@ -155,13 +156,15 @@ def _wait(
             message = agent_socket.receive(connection, min(deadline, notice_at))
         except TimeoutError:
             if time.monotonic() >= deadline:
-                raise _too_late(rank, size, started, missing) from None
+                launcher = "pycoll's launcher on this host"
+                text = too_late(rank, size, started, missing, "joined", launcher)
+                raise BootstrapError(text) from None
             notice_at += _NOTICE_S
             if missing and rank == next(r for r in range(size) if r not in missing):
-                _print_missing(rank, size, started, missing)
+                print_missing(rank, size, started, missing, "join the job")
             continue
         if message is None:
-            late = f"{name_ranks(missing)} of {size}" if missing else "all ranks"
+            late = f"{ranks_text(missing)} of {size}" if missing else "all ranks"
             raise BootstrapError(
                 f"rank {rank}: pycoll's launcher on this host has ended before {late} had joined"
             )
@@ -171,24 +174,6 @@ def _wait(
             missing = message["missing"]
         else:
             return dict(message)
-
-
-def _too_late(rank: int, size: int, started: float, missing: Sequence[int]) -> BootstrapError:
-    waited = f"rank {rank} waited {seconds_since(started)} for the job to meet"
-    if not missing:
-        return BootstrapError(f"{waited}: pycoll's launcher on this host does not answer")
-    have = "has" if len(missing) == 1 else "have"
-    return BootstrapError(f"{waited}: {name_ranks(missing)} of {size} {have} not joined")
-
-
-def _print_missing(rank: int, size: int, started: float, missing: Sequence[int]) -> None:
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # standard error is closed
-        print(
-            f"pycoll: rank {rank} has waited {seconds_since(started)} for {name_ranks(missing)} "
-            f"of {size} to join the job",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _at_the_door(ticket: Ticket, size: int, timeout: float) -> socket.socket:

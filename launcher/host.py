@@ -44,7 +44,7 @@ class NamedHost(NamedTuple):
 
     Attributes:
         name: as the user calls it.
-        command: starts its agent (`starters`); (): it is this host, or its agent calls.
+        command: starts its agent (`host_choice`); (): it is this host, or its agent calls.
         calls: somebody else starts its agent, which then calls (`agent_listener`).
     """
 

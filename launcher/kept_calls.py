@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgpack
 
 from pycoll._launcher.notes import CALLS, MESSAGES, NAMES, NOTED, TEXT_NBYTES, WAITS
-from pycoll._launcher.outcome import ranks_text
+from pycoll._support.wording import ranks_text
 
 KINDS = (
     *("barrier", "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter"),

@@ -33,8 +33,9 @@ from pycoll._launcher.rendezvous_router import Caller, Router
 from pycoll._launcher.rendezvous_server import Notice, Server
 from pycoll._launcher.signals import caught_signals, outlive_signals
 from pycoll._launcher.watch import Watch
-from pycoll._rendezvous.wire import MAX_FRAME_NBYTES, name_ranks
+from pycoll._rendezvous.wire import MAX_FRAME_NBYTES
 from pycoll._support.environment import places, warn_after
+from pycoll._support.wording import ranks_text
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class Meeting:
         missing = [other for other in range(self._size) if other not in self._of]
         text = f"rank {rank} has given up, or ended"
         if missing:
-            text += f": {name_ranks(missing)} of {self._size} had not joined"
+            text += f": {ranks_text(missing)} of {self._size} had not joined"
         self._refuse(text)
 
     def _refuse(self, why: str) -> None:

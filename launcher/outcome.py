@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from pycoll._support.wording import ranks_text
 from pycoll.errors import BootstrapError, Error
 
 CANNOT_START = 69
@@ -288,18 +289,6 @@ def own_lines(text: str) -> str:
 
 def _join(*parts: str) -> str:
     return "\n".join(part for part in parts if part)
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Rank numbers in short: "rank 3", "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
 def last_lines(text: str, count: int = _ERROR_LINES) -> str:

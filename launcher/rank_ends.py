@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pycoll._launcher.hosts import Hosts
 from pycoll._launcher.inspection import Inspection
 from pycoll._launcher.job_spec import Options
-from pycoll._launcher.lost_ranks import LostRanks
-from pycoll._launcher.outcome import CANNOT_START, RankState, end_text
+from pycoll._launcher.outcome import CANNOT_START, Decision, RankState, end_text
+from pycoll._launcher.output import Relay
 from pycoll._launcher.rendezvous_server import Server
-from pycoll._launcher.signal_plan import SignalPlan
+from pycoll._launcher.signal_plan import LostRanks, SignalPlan
+from pycoll._launcher.wait_table import PREFIX
 
 
 class RankEnds:
@@ -25,6 +26,7 @@ class RankEnds:
     """
 
     server: Server
+    _relay: Relay
     _hosts: Hosts
     _inspection: Inspection
 
@@ -32,6 +34,8 @@ class RankEnds:
         self._options = options
         self._ranks = [RankState(rank) for rank in range(options.size)]
         self._started = time.monotonic()
+        self._decision: Decision | None = None
+        self._over_at: float | None = None  # when the job is left, all ranks having ended
         self._plan = SignalPlan(options.grace_s)
         self._lost = LostRanks(
             options.grace_s, lambda rank, signum: self._hosts.of(rank).signal_rank(rank, signum)
@@ -39,15 +43,25 @@ class RankEnds:
 
     def tell(self, lines: Sequence[str]) -> None:
         """Show lines of the launcher's own."""
-        raise NotImplementedError
+        self._relay.say("\n".join([f"{PREFIX}{lines[0]}", *lines[1:]]))
 
     def say(self, text: str) -> None:
         """Tell what happens to who wants to know."""
-        raise NotImplementedError
+        if self._options.verbose:
+            self._relay.say(f"{PREFIX}{text}")
 
     def _refuse(self, status: int, text: str) -> None:
         """End the job before it has begun."""
-        raise NotImplementedError
+        now = time.monotonic()
+        self._decide(now, status, text)
+        self._over_at = now
+
+    def _decide(self, now: float, status: int, text: str, table: Sequence[str] = ()) -> None:
+        """End the job for a reason of our own; the first one counts."""
+        if table:
+            text = "\n    ".join([f"{text}; what each rank did:", *table])
+        if self._decision is None:
+            self._decision = Decision(now, status, text, tuple(table))
 
     def lost(self, rank: int) -> None:
         """Called when the process that joined as a rank has ended."""

@@ -8,7 +8,7 @@ from functools import partial
 from pycoll._launcher import calls_report, kept_calls
 from pycoll._launcher.host import Host
 from pycoll._launcher.kept_calls import HostCalls
-from pycoll._launcher.outcome import ranks_text
+from pycoll._support.wording import ranks_text
 
 
 class CallRecorder:

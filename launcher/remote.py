@@ -1,7 +1,7 @@
 """The launcher's end of another host: a program that runs there, the agent, and what it tells.
 
-How the agent is started is a command (`starters`), on whose standard input and output the two talk;
-see `agent`.
+How the agent is started is a command (`host_choice`), on whose standard input and output the two
+talk; see `agent`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from pycoll._launcher.outcome import (
     CANNOT_START,
     DEADLOCKED,
     TIMED_OUT,
-    Decision,
     Outcome,
     Raised,
     RankState,
@@ -40,7 +39,6 @@ from pycoll._launcher.output import Relay, Target
 from pycoll._launcher.rank_ends import RankEnds
 from pycoll._launcher.rendezvous_server import Notice, Server
 from pycoll._launcher.signals import caught_signals
-from pycoll._launcher.wait_table import PREFIX
 from pycoll._launcher.watch import Watch
 from pycoll._support.environment import UNENCRYPTED, knows_unencrypted, warn_after
 from pycoll.errors import Error
@@ -96,10 +94,8 @@ class Job(RankEnds):
         self._for_ranks: list[int] = []  # signals that have come, and mean the ranks
         self._passed_on: set[int] = set()
         self._ended: Mapping[int, str] = {}  # ranks at the end of a task, and what the table says
-        self._decision: Decision | None = None
         self._record: Callable[[str], object] = lambda text: None  # to the launcher's log
         self._late_at = _NEVER  # when the whole job has taken too long
-        self._over_at: float | None = None  # when the job is left, all ranks having ended
 
     def run(self) -> Outcome:
         """Run the job to its end; returns how it ended.
@@ -214,12 +210,6 @@ class Job(RankEnds):
         self._inspection.hosts = self._hosts
         stack.callback(self.server.close_port)
         self.say(f"job {self.id}: {options.size} ranks meet at {self.server.endpoint}")
-
-    def _refuse(self, status: int, text: str) -> None:
-        """End the job before it has begun."""
-        now = time.monotonic()
-        self._decide(now, status, text)
-        self._over_at = now
 
     # Watching.
 
@@ -347,13 +337,6 @@ class Job(RankEnds):
             rank.signalled = rank.signalled or rank.status is None
         self._hosts.signal(signum)
 
-    def _decide(self, now: float, status: int, text: str, table: Sequence[str] = ()) -> None:
-        """End the job for a reason of our own; the first one counts."""
-        if table:
-            text = "\n    ".join([f"{text}; what each rank did:", *table])
-        if self._decision is None:
-            self._decision = Decision(now, status, text, tuple(table))
-
     def signalled(self, signum: int) -> None:
         """Called when another host was sent a signal that is for the ranks."""
         self._for_ranks.append(signum)
@@ -423,21 +406,10 @@ class Job(RankEnds):
             outcome = outcome._replace(report=unconnected(self._ranks, self._argv[0]))
         return outcome
 
-    # Small things.
-
-    def tell(self, lines: Sequence[str]) -> None:
-        """Show lines of our own."""
-        self._relay.say("\n".join([f"{PREFIX}{lines[0]}", *lines[1:]]))
-
     def progress(self, text: str) -> None:
         """Show how far the start is, on a terminal."""
         if self._relay.has_terminal:
-            self._relay.say(f"pycoll-run: {text}")
-
-    def say(self, text: str) -> None:
-        """Tell what happens to who wants to know."""
-        if self._options.verbose:
-            self._relay.say(f"pycoll-run: {text}")
+            self.tell([text])
 
 
 def _nothing() -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pycoll._launcher.awaited import Awaited
 from pycoll._launcher.host_memory import Tally
-from pycoll._launcher.outcome import ranks_text
+from pycoll._support.wording import ranks_text
 
 COSTLY = 0.2
 """A rank that costs the others more than that of their time is pointed out."""

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from pycoll._launcher.outcome import ranks_text
+from pycoll._support.wording import ranks_text
 
 WIDTH = 100
 PREFIX = "pycoll-run: "

@@ -15,10 +15,9 @@ from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import Group
 from pycoll._calls.numbering import KINDS
 from pycoll._calls.shared_memory import ShmComm, part_of
-from pycoll._rendezvous.wire import name_ranks
 from pycoll._runtime.task import CallSteps
 from pycoll._support.lazy_import import LazyModule
-from pycoll._support.wording import a_kind
+from pycoll._support.wording import a_kind, ranks_text
 
 if TYPE_CHECKING:
     from pycoll._calls import arguments
@@ -58,7 +57,7 @@ class Makings:
         with group.engine.locked():
             made = self._subs[ranks, key] = self._subs.get((ranks, key), 0) + 1
             in_order = ranks == tuple(sorted(ranks))
-            members = name_ranks(ranks) if in_order else f"ranks {', '.join(map(str, ranks))}"
+            members = ranks_text(ranks) if in_order else f"ranks {', '.join(map(str, ranks))}"
             name = name or f"{members} of {group.name}"
             keyed = "" if key is None else f" with key {key}"
             return child(group, f"sub {made}{keyed}", ranks, name)
@@ -121,7 +120,7 @@ def shrunk(group: Group, number: int, living: Collection[int], name: str | None)
     """Return the group of the world ranks `living` of `group`, as agreement `number` has found."""
     living = set(living)
     gone = [world for world in group.members if world not in living]
-    name = name or (f"{group.name} without {name_ranks(gone)}" if gone else f"dup of {group.name}")
+    name = name or (f"{group.name} without {ranks_text(gone)}" if gone else f"dup of {group.name}")
     ranks = [rank for rank, world in enumerate(group.members) if world in living]
     with group.engine.locked():
         return child(group, f"shrink {number}", ranks, name)

@@ -7,7 +7,6 @@ imported here: ZeroMQ only where there is no other way, typing and its like not 
 from __future__ import annotations
 
 import os
-import sys
 import time
 
 from pycoll._rendezvous import wire as wire
@@ -303,7 +302,9 @@ class Client:
                     if answer == "met":
                         self._send("withdraw", {})
                         self._has_posted = True
-                    raise self._too_late(start, missing, joined)
+                    launcher = f"the launcher at {self._endpoint}"
+                    who = self._rank, self._size
+                    raise BootstrapError(wire.too_late(*who, start, missing, joined, launcher))
                 self._send("who", {})
                 look = min(now + self._notice_s, last_look) if now < last_look else deadline
                 continue
@@ -313,36 +314,15 @@ class Client:
             if kind == "refused":
                 raise BootstrapError(f"rank {self._rank} cannot {join}: {fields['message']}")
             missing = list(fields["missing"])
-            if fields["lowest"] == self._rank and time.monotonic() - start >= self._notice_s:
-                self._print_missing(start, missing, join)
+            is_due = time.monotonic() - start >= self._notice_s
+            if missing and fields["lowest"] == self._rank and is_due:
+                wire.print_missing(self._rank, self._size, start, missing, join)
 
     def _read_info(self, rank: int, info: bytes) -> dict[str, Any]:
         try:
             return wire.unpack_info(info)
         except wire.MalformedError as exc:
             raise BootstrapError(f"rank {self._rank} cannot read what rank {rank} sent") from exc
-
-    def _too_late(self, start: float, missing: list[int], joined: str) -> BootstrapError:
-        waited = f"rank {self._rank} waited {wire.seconds_since(start)} for the job to meet"
-        if not missing:
-            return BootstrapError(f"{waited}: the launcher at {self._endpoint} does not answer")
-        have = "has" if len(missing) == 1 else "have"
-        return BootstrapError(
-            f"{waited}: {wire.name_ranks(missing)} of {self._size} {have} not {joined}"
-        )
-
-    def _print_missing(self, start: float, missing: list[int], join: str) -> None:
-        if sys.stderr is None or not missing:
-            return
-        import contextlib
-
-        with contextlib.suppress(OSError, ValueError):  # standard error is closed
-            print(
-                f"pycoll: rank {self._rank} has waited {wire.seconds_since(start)} for "
-                f"{wire.name_ranks(missing)} of {self._size} to {join}",
-                file=sys.stderr,
-                flush=True,
-            )
 
     # Moving messages.
 

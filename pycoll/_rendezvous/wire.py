@@ -46,9 +46,11 @@ import time
 
 import msgpack
 
+from pycoll._support.wording import ranks_text
+
 TYPE_CHECKING = False  # of typing, whose import takes longer than the meeting
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
 WIRE_VERSION = 6
@@ -190,21 +192,6 @@ def cut(text: str, limit: int) -> str:
     return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
 
 
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Write rank numbers for people: "rank 3", "ranks 1, 2", "ranks 0, 4-63"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words: list[str] = []
-    for run in runs:
-        words += [f"{run[0]}-{run[-1]}"] if len(run) > 4 else [str(rank) for rank in run]
-    plural = len(words) != 1 or "-" in words[0]
-    return f"rank{'s' if plural else ''} {', '.join(words)}"
-
-
 def already_joined(rank: int, joined: int, late: int) -> str:
     """Say that process `late` cannot be a rank that process `joined` is already."""
     return (
@@ -216,6 +203,31 @@ def already_joined(rank: int, joined: int, late: int) -> str:
 def seconds_since(start: float) -> str:
     """Write the time since `start`, of time.monotonic(), for people: "0.3 s", "12 s"."""
     return f"{round(time.monotonic() - start, 1):g} s"
+
+
+def too_late(
+    rank: int, size: int, start: float, missing: Sequence[int], joined: str, launcher: str
+) -> str:
+    """Say that a rank has waited in vain; if nobody is missing, for `launcher`."""
+    waited = f"rank {rank} waited {seconds_since(start)} for the job to meet"
+    if not missing:
+        return f"{waited}: {launcher} does not answer"
+    have = "has" if len(missing) == 1 else "have"
+    return f"{waited}: {ranks_text(missing)} of {size} {have} not {joined}"
+
+
+def print_missing(rank: int, size: int, start: float, missing: Sequence[int], join: str) -> None:
+    """Print on standard error for whom a rank waits."""
+    import contextlib
+    import sys
+
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # standard error is closed
+        print(
+            f"pycoll: rank {rank} has waited {seconds_since(start)} for {ranks_text(missing)} "
+            f"of {size} to {join}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def integer(value: object, low: int, high: int) -> int:
@@ -255,6 +267,7 @@ def _seconds(value: object, size: int) -> float:
 
 
 def _rank(value: object, size: int) -> int:
+    """A rank, or -1: none."""
     return integer(value, -1, size - 1)
 
 
@@ -274,10 +287,6 @@ def _context(value: object, size: int) -> Context:
 
 def _peer(value: object, size: int) -> int:
     return integer(value, 0, size - 1)
-
-
-def _peer_or_none(value: object, size: int) -> int:
-    return integer(value, -1, size - 1)
 
 
 def _note(value: object, size: int) -> bytes:
@@ -337,7 +346,7 @@ def _name_of_error(value: object, size: int) -> str:
 _POSTS: dict[str, dict[str, Callable[[object, int], Any]]] = {
     "raised": {
         "error": _text(_SHORT_TEXT), "text": _text(_LONG_TEXT), "peer_failed": _flag,
-        "needed": _peer_or_none, "why": _text(_SHORT_TEXT),
+        "needed": _rank, "why": _text(_SHORT_TEXT),
     },
     "abort": {"code": _number},
     "note": {"text": _text(_SHORT_TEXT)},

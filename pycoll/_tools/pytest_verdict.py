@@ -21,7 +21,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pycoll._launcher.outcome import ranks_text
+from pycoll._support.wording import ranks_text
 
 if TYPE_CHECKING:
     from pycoll._functions.function import Ended

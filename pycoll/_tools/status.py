@@ -92,7 +92,7 @@ def _refuse(error: Error) -> int:
 
 def _stacks(ranks: Sequence[Fields]) -> list[str]:
     """The stacks of all ranks; those of ranks that are the same are shown once."""
-    from pycoll._launcher.outcome import ranks_text
+    from pycoll._support.wording import ranks_text
 
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank in ranks:

@@ -42,7 +42,7 @@ def test_a_communicator_is_named_as_asked_or_after_how_it_was_made(ranks: Any) -
             "mine",
             f"split of {pool}, color {rank}",
             f"host 0 of {pool}",
-            f"ranks 0, 1 of {pool}",
+            f"ranks 0-1 of {pool}",
             f"ranks 1, 0 of {pool}",
             "alone",
             f"grid of {pool}",

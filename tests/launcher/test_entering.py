@@ -12,7 +12,7 @@ from pycoll.errors import BootstrapError
 
 
 @pytest.mark.parametrize(
-    ("missing", "late"), [([2], "rank 2 of 4"), ([1, 2], "ranks 1, 2 of 4"), (None, "all ranks")]
+    ("missing", "late"), [([2], "rank 2 of 4"), ([1, 2], "ranks 1-2 of 4"), (None, "all ranks")]
 )
 def test_who_is_missing_is_named_when_the_agent_ends_first(
     missing: list[int] | None, late: str

@@ -18,8 +18,9 @@ import pytest
 from launcher_jobs import LIMIT_S, RUN, read_lines, run, shell, started
 
 from pycoll._launcher.job_spec import Options
-from pycoll._launcher.outcome import Outcome, last_lines, ranks_text
+from pycoll._launcher.outcome import Outcome, last_lines
 from pycoll._launcher.spawn import Job
+from pycoll._support.wording import ranks_text
 
 
 def sorted_lines(output: bytes) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from signal import SIGKILL, SIGTERM
 
-from pycoll._launcher.lost_ranks import LostRanks
 from pycoll._launcher.outcome import RankState
+from pycoll._launcher.signal_plan import LostRanks
 
 
 def test_a_rank_has_two_seconds_and_what_it_leaves_behind_is_killed() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pycoll._launcher import slurm
+from pycoll._launcher.host_choice import named_host
 from pycoll._launcher.hostlist import Slots, lay_out, spread
-from pycoll._launcher.starters import named_host
 from pycoll.errors import Error
 
 NODES = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x2),1"}

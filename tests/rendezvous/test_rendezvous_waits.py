@@ -337,20 +337,6 @@ def test_a_forked_child_that_closes_its_copy_leaves_the_parents_connection_alone
     assert (done.stdout, done.stderr) == ("well\n", "")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "name"),
-    [
-        ([3], "rank 3"),
-        ([2, 1], "ranks 1, 2"),
-        ([0, 1, 2, 3], "ranks 0, 1, 2, 3"),
-        ([0, *range(4, 64)], "ranks 0, 4-63"),
-        (range(5), "ranks 0-4"),
-    ],
-)
-def test_ranks_are_named_for_people(ranks: list[int], name: str) -> None:
-    assert wire.name_ranks(ranks) == name
-
-
 class Host:
     """The connection to another host, as the server has it."""
 
