@@ -315,12 +315,12 @@ def parse_segment(text: str) -> int:
 
 
 def parse_bytes(text: str, variable: str, otherwise: str) -> int:
-    """Read a variable that is a number of bytes, as ``262144`` or ``256K``.
+    """Read a number of bytes, as ``262144``, ``256K`` or ``256KiB``.
 
     Raises:
         ValueError: it is none; the text ends with `otherwise`.
     """
-    digits = text.strip().upper()
+    digits = text.strip().upper().removesuffix("B").removesuffix("I")
     unit = digits[-1:] if digits[-1:] in _UNITS else ""
     digits = digits.removesuffix(unit)
     if not (digits.isascii() and digits.isdecimal() and len(digits) < 16):

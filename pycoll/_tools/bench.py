@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pycoll
+from pycoll._selection.agreed import parse_bytes
 from pycoll._support import foreign_names
 from pycoll._tools import bench_machine as machine
 from pycoll._tools import bench_report as report
@@ -47,7 +48,6 @@ DTYPES = {"float32": 4, "float64": 8, "int8": 1, "int32": 4, "int64": 8, "uint8"
 # All that every dtype's items divide.
 _SMALLEST = 8
 _PAGE = 4096
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M,64M"
 # From one size of a range to the next.
 _DEFAULT_FACTOR = 4
@@ -146,12 +146,7 @@ def parse_aliases(text: str, itemsize: int) -> tuple[int, ...]:
 
 
 def _bytes(text: str) -> int:
-    short = text.strip().upper().removesuffix("B").removesuffix("I")
-    unit = short[-1:] if short[-1:] in _UNITS else ""
-    digits = short.removesuffix(unit)
-    if not digits.isdecimal():
-        raise ValueError(f"{text!r} is no size: write 8, 16K or 64M")
-    nbytes = int(digits) * _UNITS[unit]
+    nbytes = parse_bytes(text, "a size", f"all are multiples of {_SMALLEST}")
     if nbytes == 0 or nbytes % _SMALLEST:
         raise ValueError(f"{text!r} is not a multiple of {_SMALLEST} bytes")
     return nbytes

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
+
+from pycoll._tools.units import seconds_text
 
 KiB = 1024
 # Where a size is that of one rank's whole value; elsewhere it is that of one block.
@@ -188,24 +188,9 @@ def table(found: Sequence[Row]) -> TextTable:
     return TextTable(f"{first.collective}, {first.ranks} ranks{size}", heads, cells)
 
 
-def show(what: TextTable, file: TextIO | None = None) -> None:
-    """Print a table: with rich where it is installed, else in plain columns."""
-    file = file or sys.stdout
-    if importlib.util.find_spec("rich") is None:
-        print(plain(what), file=file)
-        return
-    from rich import box  # type: ignore[import-not-found, unused-ignore]
-    from rich.console import Console  # type: ignore[import-not-found, unused-ignore]
-    from rich.table import Table as RichTable  # type: ignore[import-not-found, unused-ignore]
-
-    drawn = RichTable(box=box.SIMPLE_HEAD)
-    for head in what.heads:
-        drawn.add_column(head, justify="right", no_wrap=True)
-    for line in what.cells:
-        drawn.add_row(*line)
-    print(what.title, file=file)
-    # As wide as it needs to be: cut to the width of a file, or of a narrow terminal, it is no use.
-    Console(file=file, width=1000).print(drawn)
+def show(what: TextTable) -> None:
+    """Print a table."""
+    print(plain(what))
 
 
 def plain(what: TextTable) -> str:
@@ -257,7 +242,7 @@ def plot(found: Sequence[Row], path: Path) -> None:
         axes.set_title(f"{collective}, {ranks} ranks" + (f", alias {alias}" if alias else ""))
         axes.set_yscale("log")
         axes.set_ylabel("time of a call")
-        axes.yaxis.set_major_formatter(lambda seconds, _: _time_text(seconds))
+        axes.yaxis.set_major_formatter(lambda seconds, _: seconds_text(seconds))
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
@@ -282,8 +267,3 @@ def _curves(axes: Any, drawn: Sequence[Row]) -> None:
 def _points(axes: Any, drawn: Sequence[Row]) -> None:
     for side, (median, low, high) in drawn[0].sides.items():
         axes.errorbar([side], [median], [[median - low], [high - median]], fmt="o", capsize=4)
-
-
-def _time_text(seconds: float) -> str:
-    unit, factor = time_unit(seconds)
-    return f"{seconds * factor:.4g} {unit}"

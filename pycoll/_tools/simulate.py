@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
+import itertools
 import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pycoll._tools.units import parse_bandwidth, parse_seconds, seconds_text
 
@@ -169,7 +168,7 @@ def main(arguments: argparse.Namespace) -> int:
         ValueError: an option makes no sense.
     """
     from pycoll._tools import simulate_report
-    from pycoll._tools.bench import parse_numbers, parse_sizes
+    from pycoll._tools.bench import parse_numbers, parse_sizes, progress_line
     from pycoll._tools.bench_report import show
 
     _check(arguments)
@@ -181,13 +180,13 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.segments != AUTO and not _is_count(arguments.segments):
         raise ValueError(f"--segments is {arguments.segments!r}: auto, or a number")
     simulate_report.check_files(arguments.plot, arguments.json)
-    found = []
-    with _progress(len(ranks) * len(chosen) * len(sizes)) as step:
-        for size in ranks:
-            for algorithm in chosen:
-                for case in _cases(arguments, algorithm, size, sizes, network, slower):
-                    found.append(case)
-                    step(f"{algorithm.name}, {size} ranks")
+    found: list[SimulatedTime] = []
+    count = len(ranks) * len(chosen) * len(sizes)
+    for size, algorithm in itertools.product(ranks, chosen):
+        for case in _cases(arguments, algorithm, size, sizes, network, slower):
+            found.append(case)
+            progress_line(f"{len(found)} of {count}: {algorithm.name}, {size} ranks")
+    progress_line("")
     lines = simulate_report.describe(network, origin, ranks, arguments.ranks_per_node)
     print("\n".join(lines))
     show(simulate_report.table(collective, found))
@@ -430,41 +429,3 @@ def _of_table(arguments: argparse.Namespace) -> tuple[Network, str, Slower]:
     several = arguments.ranks_per_node is not None  # then what is between them counts most
     slower = _as_computed if several else functools.partial(trend, table, inside)
     return from_costs(table, inside, between), table.origin, slower
-
-
-# ---------------------------------------------------------------- progress
-
-
-@contextlib.contextmanager
-def _progress(count: int) -> Iterator[Any]:
-    """Show how much is done, where somebody looks: a bar where rich is installed, else a line."""
-    from pycoll._tools.bench import progress_line
-
-    bars = _bars() if sys.stderr.isatty() else None
-    if bars is None:
-        done = 0
-
-        def say(text: str) -> None:
-            nonlocal done
-            done += 1
-            progress_line(f"{done} of {count}: {text}")
-
-        try:
-            yield say
-        finally:
-            progress_line("")
-        return
-    from rich.console import Console  # type: ignore[import-not-found, unused-ignore]
-
-    with bars.Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=count)
-        yield lambda text: bar.update(task, advance=1, description=text)
-
-
-def _bars() -> ModuleType | None:
-    try:
-        import rich.progress  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        return None
-    found: ModuleType = rich.progress
-    return found

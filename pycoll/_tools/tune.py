@@ -9,7 +9,6 @@ algorithms that gain by it in as many segments as the new table gives them, and 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import itertools
 import os
@@ -18,7 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pycoll
 from pycoll._selection import costs, flows
@@ -331,17 +330,19 @@ def main(arguments: argparse.Namespace) -> int:
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, pycoll {pycoll.__version__}"
     )
     try:
-        with machine.alone(_say), _Progress() as progress:
+        with machine.alone(_say):
             if why := machine.busy(here.cores):
                 _say(f"warning: this machine is busy ({why}): do not trust the table")
-            samples = tuning.measure(None, progress.show)
+            samples = tuning.measure(None, _show)
             table = make_table(costs.shipped(), samples, origin, here.cores)
-            table = add_factors(table, tuning.measure(table, progress.show))
+            table = add_factors(table, tuning.measure(table, _show))
             if TCP in tuning.transports:
-                table = table._replace(lanes=count_lanes(tuning.rounds, progress.show))
+                table = table._replace(lanes=count_lanes(tuning.rounds, _show))
     except (pycoll.Error, KeyboardInterrupt) as exc:
+        bench.progress_line("")
         _say(f"nothing was written: {str(exc) or 'interrupted'}")
         return 1 if isinstance(exc, pycoll.Error) else 128 + signal.SIGINT
+    bench.progress_line("")
     output.parent.mkdir(parents=True, exist_ok=True)
     scratch = output.with_name(f".{output.name}.{os.getpid()}")
     scratch.write_text(table.as_json(), encoding="utf-8")
@@ -380,27 +381,9 @@ def _say(text: str) -> None:
     print(f"pycoll tune: {text}", file=sys.stderr, flush=True)
 
 
-class _Progress:
-    """Shows what is measured: a line that changes where rich is installed, else lines."""
-
-    def __enter__(self) -> _Progress:
-        self._status: Any = None
-        with contextlib.suppress(ImportError):
-            from rich.console import Console
-
-            console = Console(stderr=True)
-            if console.is_terminal:
-                self._status = console.status("")
-                self._status.start()
-        return self
-
-    def show(self, text: str) -> None:
-        """Say what is measured now."""
-        if self._status is None:
-            _say(text)
-        else:
-            self._status.update(text.replace("[", r"\["))
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._status is not None:
-            self._status.stop()
+def _show(text: str) -> None:
+    """Say what is measured now: in a line that changes, where somebody looks."""
+    if sys.stderr.isatty():
+        bench.progress_line(text)
+    else:
+        _say(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import json
 import os
 import re
@@ -171,18 +170,6 @@ def test_the_plain_table_shows_everything_in_columns() -> None:
     cells = ["64 KiB", "us", "20.0 (10.0-30.0)", "40.0 (30.0-50.0)", "900", "2.00", "4.00"]
     assert re.split(r"  +", line.strip()) == cells
     assert heads.index("gloo") + len("gloo") == line.index("900") + len("900")
-
-
-@pytest.mark.parametrize("is_drawn", [True, False], ids=["by rich", "plain"])
-def test_a_shown_table_is_never_cut(is_drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not is_drawn:
-        monkeypatch.setattr(bench_report.importlib.util, "find_spec", lambda name: None)
-    table = bench_report.table(bench_report.rows(SAMPLES))
-    file = io.StringIO()
-    bench_report.show(table, file)
-    assert ("─" in file.getvalue()) is is_drawn
-    for text in (table.title, *table.heads, *table.cells[0]):
-        assert text in file.getvalue()
 
 
 def test_two_transports_have_a_ratio_each() -> None:
