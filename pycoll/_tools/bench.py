@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
 import json
 import shlex
 import signal
@@ -153,32 +152,19 @@ def _bytes(text: str) -> int:
 
 
 def measure(
-    collective: str,
-    sides: Sequence[Side],
-    conditions: Conditions,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[JobSample]:
-    """Run the rounds of one collective: in each, one job of every side, in turn.
-
-    Args:
-        progress: called with a line of text before each job.
-
-    Raises:
-        BenchError: a job failed, took too long, or got wrong values.
-    """
-    return measure_together({collective: conditions.sizes}, sides, conditions, progress)
-
-
-def measure_together(
     sizes: Mapping[str, Sequence[int]],
     sides: Sequence[Side],
     conditions: Conditions,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[JobSample]:
-    """Like `measure`, with several collectives in each job.
+    """Run the rounds of some collectives: in each, one job of every side, in turn.
 
     Args:
         sizes: bytes, by collective; they are measured instead of those of the conditions.
+        progress: called with a line of text before each job.
+
+    Raises:
+        BenchError: a job failed, took too long, or got wrong values.
     """
     samples = []
     plan = {
@@ -303,7 +289,7 @@ def main(arguments: argparse.Namespace) -> int:
         with machine.alone(say):
             warn_if_busy()
             for collective in collectives:
-                found = measure(collective, sides, conditions, progress_line)
+                found = measure({collective: conditions.sizes}, sides, conditions, progress_line)
                 progress_line("")
                 report.show(report.table(report.rows(found)))
                 samples += found
@@ -376,17 +362,11 @@ def _check_before(arguments: argparse.Namespace, sides: Sequence[Side]) -> None:
 
     Raises:
         BenchError: with what to do.
-        ValueError: there are no pictures of that format.
+        ValueError: a file cannot be written.
     """
     if missing := [text for side in sides if (text := side.missing())]:
         raise BenchError("\n".join(missing))
     for side in sides:
         if warning := side.warning():
             say(f"warning: {warning}")
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise BenchError("--plot needs matplotlib: pip install matplotlib")
-    if arguments.plot is not None and (known := report.picture_formats(arguments.plot)):
-        raise ValueError(f"--plot {arguments.plot}: matplotlib draws {known}")
-    for path in (arguments.json, arguments.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise BenchError(f"there is no folder {path.parent} for {path}")
+    report.check_files(arguments.plot, arguments.json)

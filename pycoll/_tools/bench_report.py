@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -213,15 +214,27 @@ def markdown(what: TextTable) -> str:
 # ---------------------------------------------------------------- picture
 
 
-def picture_formats(path: Path) -> str:
-    """Return the formats that there are, if this file would have another; "": it has one."""
-    from matplotlib.backend_bases import (  # type: ignore[import-not-found, unused-ignore]
-        FigureCanvasBase,
-    )
+def check_files(plot: Path | None, written: Path | None) -> None:
+    """Find out before the work what would fail after it.
 
-    known = FigureCanvasBase.get_supported_filetypes()
-    ending = path.suffix.removeprefix(".").lower()
-    return "" if not ending or ending in known else ", ".join(f".{name}" for name in sorted(known))
+    Raises:
+        ValueError: a file cannot be written.
+    """
+    if plot is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install matplotlib")
+        from matplotlib.backend_bases import (  # type: ignore[import-not-found, unused-ignore]
+            FigureCanvasBase,
+        )
+
+        known = FigureCanvasBase.get_supported_filetypes()
+        ending = plot.suffix.removeprefix(".").lower()
+        if ending and ending not in known:
+            formats = ", ".join(f".{name}" for name in sorted(known))
+            raise ValueError(f"--plot {plot}: matplotlib draws {formats}")
+    for path in (plot, written):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent} for {path}")
 
 
 def plot(found: Sequence[Row], path: Path) -> None:

@@ -169,7 +169,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     from pycoll._tools import simulate_report
     from pycoll._tools.bench import parse_numbers, parse_sizes, progress_line
-    from pycoll._tools.bench_report import show
+    from pycoll._tools.bench_report import check_files, show
 
     _check(arguments)
     chosen = _chosen(arguments)
@@ -179,7 +179,7 @@ def main(arguments: argparse.Namespace) -> int:
     network, origin, slower = _network(arguments)
     if arguments.segments != AUTO and not _is_count(arguments.segments):
         raise ValueError(f"--segments is {arguments.segments!r}: auto, or a number")
-    simulate_report.check_files(arguments.plot, arguments.json)
+    check_files(arguments.plot, arguments.json)
     found: list[SimulatedTime] = []
     count = len(ranks) * len(chosen) * len(sizes)
     for size, algorithm in itertools.product(ranks, chosen):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from pycoll._tools.bench_report import (
     TextTable,
     number,
-    picture_formats,
     size_text,
     time_unit,
 )
@@ -23,21 +21,6 @@ if TYPE_CHECKING:
 
 BEST = "*"
 """Marks the quickest of a row."""
-
-
-def check_files(plot: Path | None, written: Path | None) -> None:
-    """Find out before the work what would fail after it.
-
-    Raises:
-        ValueError: a file cannot be written.
-    """
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
-    if plot is not None and (known := picture_formats(plot)):
-        raise ValueError(f"--plot {plot}: matplotlib draws {known}")
-    for path in (plot, written):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"there is no folder {path.parent} for {path}")
 
 
 def describe(

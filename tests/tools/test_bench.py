@@ -297,7 +297,9 @@ def test_each_algorithm_that_is_named_is_a_side_whose_job_is_told_of_it() -> Non
         options = ["--algorithm", ",".join(given)] if given else []
         arguments = parser.parse_args(["--transport", "tcp", "--rounds", "1", *options])
         conditions, _, sides = bench._understand(arguments)
-        bench.measure("all_reduce", [Noting(side.name) for side in sides], conditions)
+        bench.measure(
+            {"all_reduce": conditions.sizes}, [Noting(side.name) for side in sides], conditions
+        )
     several = [("pycoll tcp, ring", "ring"), ("pycoll tcp, tree", "tree")]
     assert told == [("pycoll tcp", None), ("pycoll tcp", "ring"), *several]
 
