@@ -296,12 +296,8 @@ def main(descriptor: str, size: str, deadline: str) -> int:
             return _refuse_all(door, str(exc))
         finally:
             os.close(starter)
-
-        def open_line(hear: Hear, lost: Callable[[str], None]) -> Line:
-            return LinkLine(link, selector, hear, lost)
-
         _close_errors()
-        return AdoptingAgent(selector, open_line, door).run(signals)
+        return AdoptingAgent(selector, partial(LinkLine, link, selector), door).run(signals)
 
 
 def _close_errors() -> None:

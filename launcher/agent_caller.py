@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from pycoll._launcher.agent import Agent
@@ -106,10 +107,7 @@ def serve(
     with selectors.DefaultSelector() as selector, caught_signals(selector, for_ranks) as signals:
         deadline = time.monotonic() + wait_s
         link = reach(ticket, whom, _MAX_RANKS, deadline, watched, signals)
-
-        def open_line(hear: Hear, lost: Callable[[str], None]) -> Line:
-            return LinkLine(link, selector, hear, lost)
-
+        open_line = partial(LinkLine, link, selector)
         agent = CallingAgent(selector, open_line, node, inherited, command, for_ranks)
         for each in watched:
             selector.register(each, selectors.EVENT_READ, lambda: signals.append(signal.SIGHUP))

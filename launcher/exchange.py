@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from pycoll._launcher.slurm import expand
-from pycoll._rendezvous.wire import check_key
+from pycoll._rendezvous.wire import read_key
 from pycoll._support.ports import agreed_port, endpoint
 from pycoll.errors import BootstrapError
 
@@ -183,23 +183,6 @@ def read_address(rendezvous: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise BootstrapError(f"PYCOLL_RENDEZVOUS is {rendezvous!r}, not as tcp://HOST:PORT")
     return host.strip("[]"), int(port)
-
-
-def read_key(text: str) -> bytes:
-    """Read PYCOLL_KEY.
-
-    Raises:
-        BootstrapError: it is no key.
-    """
-    try:
-        key = bytes.fromhex(text)
-    except ValueError:
-        raise BootstrapError("PYCOLL_KEY is not a hexadecimal key") from None
-    try:
-        check_key(key)
-    except ValueError as exc:
-        raise BootstrapError(f"PYCOLL_KEY cannot be the key of a job: {exc}") from exc
-    return key
 
 
 def _agreed_meeting(environ: Mapping[str, str], launched: Launched) -> tuple[str, str]:

@@ -104,7 +104,8 @@ def find_node(environ: Mapping[str, str]) -> Node | None:
     if count == "1":
         return None
     from pycoll._launcher.agent_socket import Ticket
-    from pycoll._launcher.exchange import read_address, read_key
+    from pycoll._launcher.exchange import read_address
+    from pycoll._rendezvous.wire import read_key
 
     host, port = read_address(environ["PYCOLL_RENDEZVOUS"])
     return Node(int(number), int(count), Ticket(read_key(environ["PYCOLL_KEY"]), port, [host]))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from pycoll._launcher import wait_table
@@ -134,17 +134,10 @@ class Watch:
 
     def _report(self) -> Iterator[float]:
         """Ask what ranks wait in, and tell who wants to know."""
-        rounds: list[Answers] = []
-        while self._server.calls.waits() and len(rounds) < _ROUNDS:
-            if rounds:
-                yield from _until(time.monotonic() + _PAUSE_S)
-            yield from self._ask()
-            rounds.append(self._answers)
-            if not deadlocked(self._with_returned(self._steady(rounds)), self._gone()):
-                break
+        rounds, _ = yield from self._ask_in_rounds()
         waits = dict(self._server.calls.waits())
         found = WaitReport("", False, {})
-        if rounds and waits:
+        if waits:
             first = min(waits, key=lambda rank: waits[rank].since)
             waiters, others = self._waiters(rounds, waits)
             heading, certain = self._heading(first, rounds, waiters, others)
@@ -199,17 +192,7 @@ class Watch:
             first: who has waited long; None: some rank of a deadlock.
             key: the operation in which that is.
         """
-        rounds: list[Answers] = []
-        stuck: frozenset[int] = frozenset()
-        for attempt in range(_ROUNDS):
-            if attempt:
-                yield from _until(time.monotonic() + min(_PAUSE_S, self._long_s))
-            yield from self._ask()
-            rounds.append(self._answers)
-            stuck = deadlocked(self._with_returned(self._steady(rounds)), self._gone())
-            stuck -= self.returned.keys()
-            if not stuck:
-                break
+        rounds, stuck = yield from self._ask_in_rounds()
         waits = dict(self._server.calls.waits())
         released = stuck and self._release(rounds, waits)
         if first is None:
@@ -268,6 +251,19 @@ class Watch:
                 released = True
                 self._server.break_communicator(_has_returned(waits[rank], needed))
         return released
+
+    def _ask_in_rounds(self) -> Generator[float, None, tuple[list[Answers], frozenset[int]]]:
+        """Ask those that wait, until none of them can wait for ever: rounds, and who seems to."""
+        rounds: list[Answers] = []
+        stuck: frozenset[int] = frozenset()
+        while len(rounds) < _ROUNDS and (stuck or not rounds):
+            if rounds:
+                yield from _until(time.monotonic() + min(_PAUSE_S, self._long_s or _PAUSE_S))
+            yield from self._ask()
+            rounds.append(self._answers)
+            stuck = deadlocked(self._with_returned(self._steady(rounds)), self._gone())
+            stuck -= self.returned.keys()
+        return rounds, stuck
 
     def _ask(self) -> Iterator[float]:
         """Ask those that wait; go on when they have answered, or it is too late for that."""

@@ -47,6 +47,7 @@ import time
 import msgpack
 
 from pycoll._support.wording import ranks_text
+from pycoll.errors import BootstrapError
 
 TYPE_CHECKING = False  # of typing, whose import takes longer than the meeting
 if TYPE_CHECKING:
@@ -85,6 +86,23 @@ def check_key(key: bytes) -> None:
     """Raise ValueError if `key` is too short for a job's."""
     if len(key) < _MIN_KEY_NBYTES:
         raise ValueError(f"the job's key has {len(key)} bytes; at least {_MIN_KEY_NBYTES} needed")
+
+
+def read_key(text: str) -> bytes:
+    """Read PYCOLL_KEY.
+
+    Raises:
+        BootstrapError: it is no key.
+    """
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        raise BootstrapError("PYCOLL_KEY is not a hexadecimal key") from None
+    try:
+        check_key(key)
+    except ValueError as exc:
+        raise BootstrapError(f"PYCOLL_KEY cannot be the key of a job: {exc}") from exc
+    return key
 
 
 def late_question(key: bytes) -> bytes:

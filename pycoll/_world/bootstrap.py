@@ -36,16 +36,7 @@ def join(place: JobPlacement, timeout: float, chosen: str, op_timeout: float) ->
         engine = _alone(place.rank, op_timeout)
         engine.agreed = agreed.agree([{"node": place.node, **agreed.said(os.environ, place.rank)}])
         return engine
-    try:
-        control = Client(
-            place.rendezvous,
-            place.key,
-            place.rank,
-            place.size,
-            link=place.link,
-        )
-    except ValueError as exc:
-        raise BootstrapError(f"PYCOLL_KEY cannot be the key of a job: {exc}") from exc
+    control = Client(place.rendezvous, place.key, place.rank, place.size, link=place.link)
     opened: list[Transport] = []
     try:
         try:

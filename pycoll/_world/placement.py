@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pycoll._rendezvous.wire import already_joined
+from pycoll._rendezvous.wire import already_joined, read_key
 from pycoll.errors import BootstrapError
 
 
@@ -93,10 +93,7 @@ def read_place(environ: Mapping[str, str]) -> JobPlacement:
             f"PYCOLL_LOCAL_RANK is {local_rank}, PYCOLL_LOCAL_SIZE {local_size}, "
             f"PYCOLL_SIZE {size}: these do not go together"
         )
-    try:
-        key = bytes.fromhex(environ["PYCOLL_KEY"])
-    except ValueError:
-        raise BootstrapError("PYCOLL_KEY is not a hexadecimal key") from None
+    key = read_key(environ["PYCOLL_KEY"])
     first = rank - local_rank
     local_ranks = _local_ranks(environ) or tuple(range(first, first + local_size))
     if len(local_ranks) != local_size or local_ranks[local_rank] != rank:
