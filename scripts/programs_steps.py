@@ -90,6 +90,17 @@ class Step:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
+class OfOne(Step):
+    """Something that one rank does."""
+
+    rank: int
+
+    @property
+    def ranks(self) -> Iterable[int]:
+        return (self.rank,)
+
+
 class Pending(NamedTuple):
     """An operation that was started, and what its result must pass."""
 
@@ -239,19 +250,14 @@ class MakeGrid(Step):
 
 
 @dataclass(eq=False)
-class Close(Step):
+class Close(OfOne):
     """One rank closes a communicator, with a grid those of its axes: `parts` are all of them.
 
     What it waits for there in vain, the `doomed` receives, ends.
     """
 
-    rank: int
     parts: list[int]
     doomed: list[int]
-
-    @property
-    def ranks(self) -> Iterable[int]:
-        return (self.rank,)
 
     def run(self, rank: Rank) -> None:
         for number in self.parts:
@@ -269,16 +275,11 @@ class Close(Step):
 
 
 @dataclass(eq=False)
-class Wait(Step):
+class Wait(OfOne):
     """One rank waits for requests of some steps, in some form."""
 
-    rank: int
     requests: list[int]
     form: str
-
-    @property
-    def ranks(self) -> Iterable[int]:
-        return (self.rank,)
 
     def run(self, rank: Rank) -> None:
         requests = [rank.pending[number].request for number in self.requests]
@@ -353,16 +354,11 @@ class Wait(Step):
 
 
 @dataclass(eq=False)
-class Touch(Step):
+class Touch(OfOne):
     """One rank tests a request, or looks at one that cannot be done yet; or cancels that one."""
 
-    rank: int
     request: int
     how: str
-
-    @property
-    def ranks(self) -> Iterable[int]:
-        return (self.rank,)
 
     def run(self, rank: Rank) -> None:
         request = rank.pending[self.request].request
@@ -381,29 +377,18 @@ class Touch(Step):
 
 
 @dataclass(eq=False)
-class Drop(Step):
+class Drop(OfOne):
     """One rank forgets a request, which goes on all the same."""
 
-    rank: int
     request: int
-
-    @property
-    def ranks(self) -> Iterable[int]:
-        return (self.rank,)
 
     def run(self, rank: Rank) -> None:
         del rank.pending[self.request]
 
 
 @dataclass(eq=False)
-class Wrong(Step):
+class Wrong(OfOne):
     """One rank makes a wrong call: it is refused, and does not count."""
-
-    rank: int
-
-    @property
-    def ranks(self) -> Iterable[int]:
-        return (self.rank,)
 
     def run(self, rank: Rank) -> None:
         comm, x = rank.comms[self.team.number], np.ones((len(self.team.members) + 1, 2))
@@ -455,16 +440,11 @@ class Mismatch(Step):
 
 
 @dataclass(eq=False)
-class Compute(Step):
+class Compute(OfOne):
     """One rank is busy with something else."""
 
-    rank: int
     how: str
     times: int
-
-    @property
-    def ranks(self) -> Iterable[int]:
-        return (self.rank,)
 
     def run(self, rank: Rank) -> None:
         square = np.ones((120, 120))

@@ -37,6 +37,14 @@ class Blow(NamedTuple):
     status: int = 0
 
 
+def passed_on(of: int, reason: str) -> tuple[int, str]:
+    """Who has failed first, and how: a communicator without those that are lost ends with a rank
+    that needed one of them.
+    """
+    found = PASSED_ON.search(reason)
+    return (int(found[1]), found[2]) if found else (of, reason)
+
+
 def judge_ranks(job: HostsJob, what: str, must: set[int], blow: Blow) -> None:
     """Check what ranks were told: these must have been, others may."""
     told = job.of(what)
@@ -48,9 +56,8 @@ def judge_ranks(job: HostsJob, what: str, must: set[int], blow: Blow) -> None:
         if each.get("error") == "BootstrapError" and rank not in job.of("joined"):
             continue
         of, reason = each["of"], each["reason"]
-        # A communicator without those that are lost ends with a rank that needed one of them.
-        if of not in blow.ranks and (passed_on := PASSED_ON.search(reason)):
-            of, reason = int(passed_on[1]), passed_on[2]
+        if of not in blow.ranks:
+            of, reason = passed_on(of, reason)
         wrong = each.get("error", "PeerFailed") != "PeerFailed" or of not in blow.ranks
         if wrong or not reason.startswith(blow.reasons):
             raise Wrong(f"of {blow} rank {rank} was told {each}")

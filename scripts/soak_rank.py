@@ -1,8 +1,9 @@
-"""A rank of the jobs that scripts/soak_failures has on several hosts.
+"""A rank of the jobs of scripts/soak_failures.
 
 It runs one random program of `programs_writer` after the other, whose values it checks, until
 SIGUSR1 has come to `pycoll-run`, and tells what happens in lines of JSON. With --survive it goes on
-with those that live. The argument is a folder that all attempts of the job have.
+with those that live. The first argument is a folder that all attempts of the job have. If the last
+one is "alone", SIGUSR1 ends this rank with status 0, and SIGUSR2 has it raise an exception.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import faulthandler
 import fcntl
 import json
 import os
+import random
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from programs_steps import OP_TIMEOUT_S, Rank, Step
 from programs_writer import Writer
 
@@ -46,6 +49,31 @@ def take_place(folder: str) -> None:
     except BlockingIOError:
         say("is double")
         raise
+
+
+class Boom(Exception):
+    """Raised by SIGUSR2."""
+
+
+def boom(signum: int, frame: object) -> None:
+    raise Boom
+
+
+def hurry(comm: pycoll.Communicator, *seed: int) -> None:
+    """Make many calls of one kind, one right behind the other: ranks wait for a free slot."""
+    choose = random.Random(str(seed))
+    x, root = np.full(choose.choice((1, 100, 20_000)), comm.rank), choose.randrange(comm.size)
+    out, right, left = np.empty_like(x), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    call = choose.choice(
+        (
+            lambda: comm.broadcast(x if comm.rank == root else out, root),
+            lambda: comm.reduce(x, "sum", root, out if comm.rank == root else None),
+            lambda: comm.all_reduce(x, out=out),
+            lambda: comm.sendrecv(x, right, left, out=out),
+        )
+    )
+    for _ in range(100):
+        call()
 
 
 def run(rank: Rank, program: Sequence[Step], survives: bool) -> None:
@@ -80,6 +108,7 @@ def work(comm: pycoll.Communicator, seed: int, survives: bool, asked: list[int])
                 else:
                     program = Writer((seed, number), comm.size, 1, False, WITHOUT).write(STEPS)
                     with comm.dup() as world:
+                        hurry(world, seed, number)
                         run(Rank(world, (seed, number), 0), program, survives)
                 number += 1
                 say("done", number=number)
@@ -96,10 +125,13 @@ def work(comm: pycoll.Communicator, seed: int, survives: bool, asked: list[int])
         say("shrunk", members=comm.members)
 
 
-def main(folder: str, seed: int, survives: bool) -> None:
+def main(folder: str, seed: int, how: str) -> None:
     """Be the rank; what it raises ends it with status 1."""
     asked: list[int] = []
     signal.signal(signal.SIGUSR1, lambda signum, frame: asked.append(signum))
+    if how == "alone":
+        signal.signal(signal.SIGUSR1, lambda signum, frame: os._exit(0))
+        signal.signal(signal.SIGUSR2, boom)
     faulthandler.register(signal.SIGTERM, chain=True)  # where is a rank that has to be ended?
     take_place(folder)
     say("started", pid=os.getpid(), parent=os.getppid(), host=os.uname().nodename)
@@ -107,7 +139,7 @@ def main(folder: str, seed: int, survives: bool) -> None:
         # With a deadline pycoll says what hangs; users have mostly none.
         comm = pycoll.init(op_timeout=OP_TIMEOUT_S if seed % 2 else None)
         say("joined", size=comm.size)
-        work(comm, seed, survives, asked)
+        work(comm, seed, how == "survives", asked)
     except pycoll.PeerFailed as error:
         say("failed", error="PeerFailed", of=error.rank, reason=error.reason)
         raise
@@ -118,4 +150,4 @@ def main(folder: str, seed: int, survives: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "survives")
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
