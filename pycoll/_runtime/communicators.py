@@ -10,14 +10,13 @@ import copy
 import select
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from pycoll._rendezvous.client import Client as Control
 from pycoll._runtime.agreement import Agreement
 from pycoll._runtime.context import Context
 from pycoll._runtime.driver import Driver
-from pycoll._runtime.envelope import LastCall
 from pycoll._runtime.last_calls import LastCalls
 from pycoll._runtime.membership import Membership
 from pycoll._runtime.task import Call, caller
@@ -65,6 +64,7 @@ class Communicators(Driver):
     Attributes:
         rank: world rank of this process.
         contexts: the open communicators, by number.
+        last_calls: what ranks have called last on them, and on those that are closed.
         membership: who has failed or left.
         waits: what the launcher is told of long waits.
     """
@@ -77,7 +77,7 @@ class Communicators(Driver):
         self.membership = Membership(self.rank, me, has_launcher=control is not None)
         num_started, is_quiet = weakly(self._num_started), weakly(self._is_quiet)
         self.waits = Waits(control, num_started, is_quiet, lambda: core.thread)
-        self._last_calls = LastCalls(self.rank, self.contexts)
+        self.last_calls = LastCalls(self.rank, self.contexts)
         self._first_error = ""
         self._unclaimed: dict[int, dict[Arrival, None]] = {}
         self._broken_early: dict[int, Error] = {}
@@ -113,7 +113,7 @@ class Communicators(Driver):
         """Forget a communicator, but for what ranks that leave later compare."""
         for level in context.levels:
             self.close_context(level)
-        self._last_calls.close(context)
+        self.last_calls.close(context)
         self._closed_ids.setdefault(context.ident, context.num_calls)
         if len(self._closed_ids) > CLOSED_IDS:
             del self._closed_ids[next(iter(self._closed_ids))]
@@ -142,9 +142,9 @@ class Communicators(Driver):
             context = self.contexts.get(users.ident)
             if context is not None:  # else it was closed, or a signal has interrupted this
                 error = self._compare(context)
-                self._last_calls.note(error if isinstance(error, MismatchError) else None)
+                self.last_calls.note(error if isinstance(error, MismatchError) else None)
                 self.close_context(context)
-                self._last_calls.drop(context)
+                self.last_calls.drop(context)
         del self._dropped[:count]
 
     def warn_of_kept_memory(self) -> None:
@@ -160,24 +160,6 @@ class Communicators(Driver):
                 path,
                 line,
             )
-
-    def told(self) -> list[LastCall]:
-        """Return what to tell of the communicators that were closed last."""
-        return self._last_calls.told()
-
-    def found_last(self) -> MismatchError | None:
-        """Return how calls on communicators that were dropped differ, as far as that is known."""
-        return self._last_calls.different
-
-    def forget_last(self) -> None:
-        """Have nothing to tell of what was closed until now."""
-        self._last_calls.forget()
-
-    def compare_last(self, rank: int, told: Iterable[Iterable[Any]]) -> MismatchError | None:
-        """Return how the last calls of a rank differ from this one's on closed communicators."""
-        self._last_calls.different = None
-        self._last_calls.hear(rank, told)
-        return self._last_calls.different
 
     def break_for(self, call: Call, error: BaseException) -> None:
         """Make the communicator of a call that ends with `error` unusable on all its ranks."""
@@ -331,7 +313,7 @@ class Communicators(Driver):
                 elif event.kind in ("failed", "left", "ended"):
                     self.membership.note(event.fields["rank"])
                     if event.kind == "left":
-                        self._last_calls.hear(event.fields["rank"], event.fields["calls"])
+                        self.last_calls.hear(event.fields["rank"], event.fields["calls"])
         return self.membership.departed()
 
     # --- what the launcher tells -----------------------------------------------------------
@@ -346,7 +328,7 @@ class Communicators(Driver):
                     context.unheard = not self._is_waited_in(context)
                 context.fail(error)
             elif ident in self._closed_ids:
-                self._last_calls.hear_broken(ident, error)
+                self.last_calls.hear_broken(ident, error)
             else:  # this rank is still about to make it
                 self._broken_early[ident] = error
         elif kind == "agreed":
@@ -356,7 +338,7 @@ class Communicators(Driver):
         elif kind == "look":
             self.waits.answer(fields["round"], fields["contexts"])
         elif kind == "returned":
-            self._last_calls.hear(fields["rank"], fields["calls"])
+            self.last_calls.hear(fields["rank"], fields["calls"])
         elif kind == "told":
             self.transport.hear(fields["rank"], fields["note"])
         elif kind == "lost":
@@ -370,7 +352,7 @@ class Communicators(Driver):
             self._fail_all(self._job_lost)
         else:
             if kind == "left":
-                self._last_calls.hear(fields["rank"], fields["calls"])
+                self.last_calls.hear(fields["rank"], fields["calls"])
             self.membership.event(kind, fields)
 
     def call_launcher(self) -> Callable[[], bool]:

@@ -348,7 +348,7 @@ class Engine(Communicators):
             # Other threads may wait in them. Not before: senders would hear that what was never
             # received has been dropped, and go on as if it had been.
             for context in list(self.contexts.values())[::-1]:  # the world's last: it is told
-                self._last_calls.close(context)
+                self.last_calls.close(context)
             self._fail_all(Error(reason))
             for context in self.contexts.values():
                 if context.shm is not None:  # the others may go on for long without this rank
@@ -360,15 +360,15 @@ class Engine(Communicators):
                 self.control.post(
                     "left",
                     links=links,
-                    calls=self._last_calls.told(),
+                    calls=self.last_calls.told(),
                     error=self._first_error,
                 )
                 deadline = time.monotonic() + timeout_s
                 # Who leaves later hears of who has left before.
                 for event in self.control.settle(timeout_s):
                     if event.kind == "left":
-                        self._last_calls.hear(event.fields["rank"], event.fields["calls"])
-            error = next(filter(None, [*found, self._last_calls.different]), None)
+                        self.last_calls.hear(event.fields["rank"], event.fields["calls"])
+            error = next(filter(None, [*found, self.last_calls.different]), None)
             if self.control is not None and not keep_control and error is None:
                 self.control.close(max(0.0, deadline - time.monotonic()))
             self._end_waiting()

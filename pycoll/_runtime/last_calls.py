@@ -77,6 +77,12 @@ class LastCalls:
                 name, mine, calls = self._closed[last.context]
                 self.note(different_last(name, self._me, mine, calls, rank, last))
 
+    def compare(self, rank: int, told: Iterable[Iterable[Any]]) -> MismatchError | None:
+        """Return how what a rank tells differs from the calls of this one, as far as is known."""
+        self.different = None
+        self.hear(rank, told)
+        return self.different
+
     def hear_broken(self, ident: int, error: Error) -> None:
         """Hear that a communicator which is closed here has broken elsewhere."""
         if ident in self._dropped and isinstance(error, MismatchError):

@@ -13,11 +13,13 @@ too. Whoever blamed the owner of a lost link would blame them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pycoll._transports.base import Operation
 from pycoll.errors import Error, PeerFailed
+
+if TYPE_CHECKING:
+    from pycoll._runtime.communicators import Communicators
 
 VERDICT_S = 3.0
 """Seconds that a lost link waits for the launcher to say what became of the peer."""
@@ -34,31 +36,12 @@ class NoVerdict(Error):
     """The link to a rank is lost, and the launcher does not say what became of it."""
 
 
-class Listener(Protocol):
-    """Who is told, under its own lock: the engine."""
-
-    def peer_failed(self, rank: int, error: Error, reason: str) -> None:
-        """A rank has failed, or is lost and nobody says why."""
-
-    def call_launcher(self) -> Callable[[], bool]:
-        """Ask the launcher for a sign of life; the result says whether one has come."""
-
-    def peer_cut(self, rank: int, reason: str) -> None:
-        """The link to a rank is lost for good, of whose end nobody knows."""
-
-    def peer_gone(self, error: PeerFailed) -> None:
-        """A rank has ended in good order."""
-
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call `action` later."""
-
-
 class Membership:
     """What one rank knows of the others.
 
     Args:
         me: this rank; ranks are world ranks here.
-        listener: who acts on it.
+        listener: who acts on it, under its own lock.
         has_launcher: whether somebody else will say how a rank has ended.
 
     Attributes:
@@ -66,7 +49,7 @@ class Membership:
         gone: rank -> the error to raise.
     """
 
-    def __init__(self, me: int, listener: Listener, has_launcher: bool) -> None:
+    def __init__(self, me: int, listener: Communicators, has_launcher: bool) -> None:
         self._me = me
         self._listener = listener
         self._has_launcher = has_launcher

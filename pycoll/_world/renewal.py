@@ -28,7 +28,7 @@ class RenewedWorld:
         self._engine = world._group.engine
         self._before = set(self._engine.contexts)
         with self._engine.locked():
-            self._engine.forget_last()
+            self._engine.last_calls.forget()
         comm = world.sub(range(world.size), key=number, name="world")
         assert comm is not None
         self.comm = comm
@@ -57,7 +57,7 @@ class RenewedWorld:
                 if context is not None:  # else it ended with another, or was dropped
                     found.append(engine.look_back(context))
                     engine.close_context(context)
-            found.append(engine.found_last())
+            found.append(engine.last_calls.different)
         return next((error for error in found if isinstance(error, MismatchError)), None)
 
     def told(self) -> list[LastCall]:
@@ -65,14 +65,15 @@ class RenewedWorld:
         if self._engine.closed is not None:  # fn has left the job, and told it so
             return []
         with self._engine.locked():
-            return self._engine.told()
+            return self._engine.last_calls.told()
 
     def hear(self, told: dict[int, Iterable[Iterable[Any]]]) -> MismatchError | None:
         """Return how the last calls of other ranks differ from this one's."""
         if self._engine.closed is not None:
             return None
         with self._engine.locked():
-            found = [self._engine.compare_last(rank, calls) for rank, calls in told.items()]
+            last = self._engine.last_calls
+            found = [last.compare(rank, calls) for rank, calls in told.items()]
         return next(filter(None, found), None)
 
     @property
