@@ -56,18 +56,6 @@ def test_collectives_are_right_in_any_layout(
     assert [where[rank] for rank in sorted(where)] == LAYOUTS[layout]
 
 
-def test_a_host_file_names_the_hosts(
-    hosts: Bed, script: Callable[[str], str], tmp_path: Path
-) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("# two\nhosta slots=2\n\nhostb:2 # as well\n")
-    done = run(hosts, "-n", "3", "--hostfile", str(file), script(ORACLE))
-    assert done.returncode == 0, done.stderr
-    assert sorted(line.split()[4] for line in done.stdout.splitlines()) == [
-        "hosta", "hosta", "hostb",
-    ]  # fmt: skip
-
-
 def test_hosts_are_reached_by_ipv6(hosts: Bed, script: Callable[[str], str]) -> None:
     done = run(hosts, "-H", "hosta:2,[fd77::2]:2", script(ORACLE))
     assert done.returncode == 0, done.stderr
@@ -83,35 +71,6 @@ def test_ranks_have_the_same_environment_on_all_hosts(
     assert here == there
     assert {"GIVEN", "OMP_SCHEDULE", "PATH", "HOME"} <= here
     assert "ONLY_HERE" not in here
-
-
-def test_much_output_of_another_host_arrives_whole(
-    hosts: Bed, script: Callable[[str], str], tmp_path: Path
-) -> None:
-    program = script("import sys; sys.stdout.write(('x' * 99 + '\\n') * 60_000)")
-    done = run(hosts, "-l", "--log-dir", str(tmp_path / "logs"), "-H", "hostb:2", program)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 120_000
-    assert set(lines) == {f"[{rank}] {'x' * 99}" for rank in range(2)}
-    assert (tmp_path / "logs" / "rank.1.log").stat().st_size == 6_000_000
-
-
-def test_the_exit_status_is_that_of_the_first_cause(
-    hosts: Bed, script: Callable[[str], str]
-) -> None:
-    program = script("""
-import pycoll, sys
-comm = pycoll.init()
-comm.barrier()
-if comm.rank == 3:
-    sys.exit(7)
-comm.barrier()
-""")
-    done = run(hosts, "-H", "hosta:2,hostb:2", program)
-    assert done.returncode == 7
-    assert "rank 3 failed after" in done.stderr
-    assert "exit status 7" in done.stderr
 
 
 def test_a_program_that_is_not_on_another_host(hosts: Bed, tmp_path: Path) -> None:
@@ -161,26 +120,6 @@ def test_a_check_shows_what_is_there_and_names_what_is_not(hosts: Bed) -> None:
     assert same == "10.77.0.2 is hostb, the same host"
     for name in ("hostx", "hosty"):
         assert f"pycoll-run: {name}: pycoll could not be started there" in done.stderr
-
-
-def test_an_interface_that_a_host_has_not_is_named(
-    hosts: Bed, script: Callable[[str], str]
-) -> None:
-    done = run(hosts, "--interface", "ib0", "-H", "hosta,hostb", script(ORACLE))
-    assert done.returncode == CANNOT_START
-    for name in ("hosta", "hostb"):
-        assert re.search(rf"{name} has no interface ib0; it has lo, .*eth0", done.stderr)
-
-
-def test_what_a_login_shell_prints_does_no_harm(hosts: Bed, script: Callable[[str], str]) -> None:
-    rc = hosts.folder / "bashrc"
-    rc.write_text("echo welcome; echo 'to this host' >&2\n")
-    try:
-        done = run(hosts, "-H", "hosta:2,hostb:2", script(ORACLE))
-    finally:
-        rc.write_text("")
-    assert done.returncode == 0, done.stderr
-    assert "welcome" not in done.stdout
 
 
 def test_the_key_is_on_no_command_line_and_in_no_log(

@@ -103,12 +103,6 @@ def test_the_cause_is_the_exception_not_the_peer_failed_that_follow(joined: Join
     assert b"the others: ranks 0, 2: raised PeerFailed, exit status 1" in done.stderr
 
 
-def test_the_cause_is_the_killed_rank_not_the_peer_failed_that_follow(joined: Joined) -> None:
-    done = joined(3, "os.kill(os.getpid(), 9) if rank == 2 else fail_after_another()")
-    assert done.returncode == 137
-    assert b"rank 2 failed" in done.stderr
-
-
 def test_peer_failed_is_the_cause_if_there_is_nothing_else(joined: Joined) -> None:
     done = joined(2, "os._exit(0) if rank == 1 else fail_after_another()")
     assert done.returncode == 1
@@ -127,12 +121,6 @@ linger()
     assert done.returncode == 1
     assert b"rank 0 failed" in done.stderr
     assert b"raised KeyError, ended by the launcher with SIGTERM" in done.stderr
-
-
-def test_abort_gives_its_code_and_ends_the_others_at_once(joined: Joined) -> None:
-    done = joined(3, "if rank == 1: client.post('abort', code=42)\nlinger()")
-    assert done.returncode == 42
-    assert re.search(rb"rank 1 failed after [0-9.]+ s: called abort\(42\)", done.stderr)
 
 
 def test_finalizing_and_ending_with_0_is_no_failure(joined: Joined) -> None:
@@ -160,20 +148,6 @@ def test_a_stopped_rank_has_not_ended() -> None:
             launcher.wait(0.3)
         os.kill(pid, signal.SIGCONT)
         assert launcher.wait(LIMIT_S) == 5
-
-
-def test_timeout_gives_124_and_says_what_each_rank_was_doing(joined: Joined) -> None:
-    waiting = """
-client.post("waiting", context=0, number=3, call="barrier()", where="a.py:7", members=[0, 1])
-linger()
-"""
-    for limit_s in 0.8, 4, 20, 100:  # on a busy machine ranks join late
-        done = joined(2, waiting, "--timeout", str(limit_s))
-        assert done.returncode == 124
-        assert b"pycoll-run: the job took longer than %.3g s" % limit_s in done.stderr
-        if b"has not joined" not in done.stderr:
-            break
-    assert re.search(rb"    rank 1: barrier\(\).* at a\.py:7", done.stderr)
 
 
 def test_ctrl_c_says_what_each_rank_waits_in_if_one_does(tmp_path: Path, join: str) -> None:

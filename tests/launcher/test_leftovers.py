@@ -125,23 +125,16 @@ def daemonize(tmp_path: Path) -> str:
 # After kill -9 of the launcher.
 
 
-def test_killing_the_launcher_ends_ranks_and_their_children(start: Callable[..., Started]) -> None:
-    launcher = start(*shell(3, "sleep 1000 & echo $!; echo $$; wait"))
-    pids = launcher.read_pids(6)
-    launcher.kill()
-    assert_ended(pids)
-
-
-def test_killing_the_launcher_ends_what_ignores_signals(start: Callable[..., Started]) -> None:
-    launcher = start(*shell(2, STUBBORN))
-    pids = launcher.read_pids(2)
-    launcher.kill()
-    assert_ended(pids)
-
-
-def test_killing_the_launcher_ends_stopped_ranks(start: Callable[..., Started]) -> None:
-    launcher = start(*shell(2, "echo $$; kill -STOP $$"))
-    pids = launcher.read_pids(2)
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("sleep 1000 & echo $!; echo $$; wait", 4), (STUBBORN, 2), ("echo $$; kill -STOP $$", 2)],
+    ids=["children", "ranks that ignore signals", "stopped ranks"],
+)
+def test_killing_the_launcher_ends_ranks_and_their_children(
+    start: Callable[..., Started], text: str, count: int
+) -> None:
+    launcher = start(*shell(2, text))
+    pids = launcher.read_pids(count)
     launcher.kill()
     assert_ended(pids)
 
