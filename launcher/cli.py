@@ -424,7 +424,7 @@ def _check(args: argparse.Namespace, rest: Sequence[str]) -> int:
     outcome = job.run()
     if outcome.report:
         _tell(outcome.report)
-    elif (hosts := job.checked_hosts) is not None:
+    elif (hosts := job.hosts) is not None:
         from pycoll._launcher.reach_table import lines
 
         count = len(hosts.names)

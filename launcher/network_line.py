@@ -193,7 +193,7 @@ def _link(
     host = f"[{found}]" if ":" in found else found
     max_nbytes = 2 * (MAX_FRAME_NBYTES + size * MAX_INFO_NBYTES)
     endpoint = f"tcp://{host}:{ticket.port}"
-    link = Connection(endpoint, ticket.key, None, max_nbytes, -1, size)
+    link = Connection(endpoint, ticket.key, max_nbytes, -1, size)
     try:
         why = link.why_not_connected(_left_s(deadline) / addresses)
     except BaseException:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import IO, Any
 
+from pycoll._support.ready import ready
+
 # A place for output: a file, a function called with the rank and whole lines as bytes, or nowhere.
 Target = IO[Any] | Callable[[int, bytes], object] | None
 
@@ -91,7 +93,7 @@ class Sink:
         try:
             # A pipe that is ready takes PIPE_BUF bytes without blocking; setting O_NONBLOCK instead
             # would set it for every process that shares our output.
-            while self._pending and _ready(self._fd):
+            while self._pending and ready([self._fd], 0, select.POLLOUT):
                 written = os.write(self._fd, self._pending[: select.PIPE_BUF])
                 del self._pending[:written]
         except BlockingIOError:
@@ -371,7 +373,7 @@ class Relay:
 
     def _read_rest(self, stream: Stream) -> None:
         for _ in range(_LAST_READS):
-            if stream not in self._streams or not _is_readable(stream.fd):
+            if stream not in self._streams or stream.fd is None or not ready([stream.fd], 0):
                 break
             self._read(stream)
 
@@ -459,17 +461,3 @@ def _same_file(a: Target, b: Target) -> bool:
         return True
     fd_a, fd_b = descriptor_of(a), descriptor_of(b)
     return fd_a is not None and fd_b is not None and os.path.sameopenfile(fd_a, fd_b)
-
-
-def _is_readable(fd: int | None) -> bool:
-    if fd is None:
-        return False
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return bool(poller.poll(0))
-
-
-def _ready(fd: int) -> bool:
-    poller = select.poll()
-    poller.register(fd, select.POLLOUT)
-    return bool(poller.poll(0))

@@ -6,12 +6,15 @@ import contextlib
 import errno
 import select
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pycoll._launcher.rendezvous_pairs import Pair, Pairs
 from pycoll._rendezvous import wire as wire
 from pycoll._support.ports import endpoint_of, listen
 from pycoll.errors import BootstrapError
+
+if TYPE_CHECKING:
+    from pycoll._launcher.rendezvous_router import Router
 
 # Who comes too late is told so in one piece, and not kept. So many at a time, that a flood does not
 # hold the launcher's loop.
@@ -60,19 +63,6 @@ def send_all(peers: Iterable[Peer], frame: bytes) -> None:
         line.send("links", numbers, frame)
 
 
-class Carrier(Protocol):
-    """A way for frames from and to several processes."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when `receive` may have something."""
-
-    def receive(self) -> Iterator[tuple[Peer, bytes]]:
-        """Give what has come, and from where."""
-
-    def close(self) -> None:
-        """Disconnect."""
-
-
 class Carriers:
     """The carriers of one job, and the port at which processes come to one of them.
 
@@ -102,7 +92,7 @@ class Carriers:
         self.endpoint = endpoint_of(self._listener)
         self._has_router = self._is_port_closed = False
         self.pairs = Pairs(key)
-        self._carriers: list[Carrier] = [self.pairs]
+        self._carriers: list[Pairs | Router] = [self.pairs]
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
         self._epoll.register(self.pairs, select.EPOLLIN)

@@ -11,7 +11,6 @@ from pycoll._launcher.outcome import ended_in_need
 from pycoll._launcher.rank_record import RankRecord
 from pycoll._launcher.rendezvous_calls import RankWaits
 from pycoll._launcher.rendezvous_carriers import Carriers, Peer, send_all
-from pycoll._launcher.rendezvous_exchange import Exchange
 from pycoll._rendezvous import wire
 from pycoll.errors import BootstrapError
 
@@ -89,7 +88,8 @@ class Server:
         self._num_missing = size
         self._met = False
         self._over: str | None = None  # why the job cannot meet any more
-        self._exchange = Exchange(size)
+        # The exchange under way: its number, what each rank has given; why there is none any more.
+        self._round, self._given, self._gone = 0, dict[int, bytes](), ""
         self.calls = RankWaits()
         self._agreements = Agreements(lambda rank: self._ranks[rank].takes_part)
         self.on_seen: Callable[[int, dict[str, Any]], object] = lambda rank, fields: None
@@ -284,7 +284,9 @@ class Server:
             case "bye":
                 self._send(peer, "bye", {})
             case "who":
-                missing = self._exchange.missing() if self._met else self.missing()
+                missing = self.missing()
+                if self._met:
+                    missing = [r for r in range(len(self._ranks)) if r not in self._given]
                 absent = {*missing, *(r for r, e in enumerate(self._ranks) if e.ended is not None)}
                 lowest = min({*range(len(self._ranks))} - absent, default=rank)
                 self._send(peer, "who", {"missing": missing, "lowest": lowest})
@@ -312,17 +314,20 @@ class Server:
     def _take(self, rank: int, peer: Peer, fields: dict[str, Any]) -> None:
         """A rank gives something to the exchange under way."""
         number, info = wire.integer(fields.get("round"), 0, 1 << 62), _info(fields)
-        if number != self._exchange.round:
+        if number != self._round:
             return  # it gave up, and asks again for what was sent to it meanwhile
-        if self._exchange.gone:
-            return self._refuse(peer, self._exchange.gone)
-        infos = self._exchange.give(rank, info)
-        if infos is not None:
+        if self._gone:
+            return self._refuse(peer, self._gone)
+        self._given[rank] = info
+        if len(self._given) == len(self._ranks):
+            infos = [self._given[each] for each in range(len(self._ranks))]
+            self._round, self._given = number + 1, {}
             self._push_all(self._ranks, wire.pack("exchanged", {"round": number, "infos": infos}))
 
     def _lose(self, message: str) -> None:
         """A rank is gone: end the exchange under way, and all that would follow; agree without."""
-        waiting = (self._ranks[rank] for rank in self._exchange.end(message))
+        self._gone = self._gone or message
+        waiting, self._given = [self._ranks[rank] for rank in sorted(self._given)], {}
         self._push_all(waiting, wire.pack("refused", {"message": message}))
         self._tell_agreed()
 

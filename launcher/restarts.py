@@ -24,43 +24,6 @@ from pycoll.errors import Error
 _MARGIN_S = 2.0  # for another host to end its ranks when it has noticed that it is alone
 
 
-class _Attempt(Job):
-    """One attempt.
-
-    Args:
-        argv, options, stdin: see `Job`.
-        late_at: when all attempts together have taken too long, of time.monotonic().
-
-    Attributes:
-        lost_hosts: all names of the hosts that were lost, when it is over.
-        quiet_at: when their ranks have ended, of time.monotonic(); 0: no host was lost.
-    """
-
-    def __init__(
-        self, argv: Sequence[str], options: Options, stdin: int | None, late_at: float
-    ) -> None:
-        super().__init__(argv, options, stdin=stdin)
-        self._all_late_at = late_at
-        self.lost_hosts: set[str] = set()
-        self.quiet_at = 0.0
-
-    def open(self, stack: contextlib.ExitStack) -> None:
-        super().open(stack)
-        self._late_at = self._all_late_at
-
-    def _open(self, stack: contextlib.ExitStack) -> None:
-        super()._open(stack)
-        stack.callback(self._see_lost)
-
-    def _see_lost(self) -> None:
-        hosts = self._hosts
-        names = {host.name for host in hosts.lost_hosts}
-        self.lost_hosts = names | {name for name, other in hosts.same.items() if other in names}
-        left = [host for host in hosts.lost_hosts if host.ranks and not host.is_swept]
-        ends = [host.line.silent_at() + _MARGIN_S for host in left]
-        self.quiet_at = max(ends, default=0.0)
-
-
 def run_again(
     argv: Sequence[str],
     restarts: int,
@@ -94,9 +57,10 @@ def run_again(
         caught_signals(selector, for_ranks) as signals,
     ):
         while True:
-            job = _Attempt(argv, options, stdin, late_at)
+            job = Job(argv, options, stdin=stdin, late_at=late_at)
             outcome = job.run()
-            if not _may_end_otherwise(outcome, options.attempt, job.lost_hosts - lost):
+            lost_now, quiet_at = _lost(job)
+            if not _may_end_otherwise(outcome, options.attempt, lost_now - lost):
                 return job, outcome
             number = options.attempt + 1
             restart = f"restart {number} of {restarts}"
@@ -105,7 +69,7 @@ def run_again(
             keep(job, options.attempt)
             _set_calls_aside(options.log_dir, options.attempt)
             try:
-                planned = plan(lost | job.lost_hosts)._replace(attempt=number)
+                planned = plan(lost | lost_now)._replace(attempt=number)
             except Error as exc:  # no host is left
                 return job, outcome._replace(report=f"{outcome.report}\nno {restart}: {exc}")
 
@@ -114,9 +78,9 @@ def run_again(
                 _record(log_dir, text)
 
             say(f"{restart}: {outcome.report.partition(chr(10))[0]}")
-            if job.lost_hosts - lost:
-                say(_without(job.lost_hosts - lost, options.size, planned.size))
-            _wait(selector, signals, min(job.quiet_at, late_at))
+            if lost_now - lost:
+                say(_without(lost_now - lost, options.size, planned.size))
+            _wait(selector, signals, min(quiet_at, late_at))
             end = _end(signals, late_at, options.timeout_s)
             if end is not None:
                 end = end._replace(report=f"{end.report}: no {restart}")
@@ -124,8 +88,19 @@ def run_again(
                 return job, end
             while for_ranks:
                 say(f"{signal_name(for_ranks.pop())} came between two attempts: nobody got it")
-            lost |= job.lost_hosts
+            lost |= lost_now
             options = planned
+
+
+def _lost(job: Job) -> tuple[set[str], float]:
+    """All names of the hosts that were lost, and when their ranks have ended; 0: none was."""
+    if job.hosts is None:
+        return set(), 0.0
+    names = {host.name for host in job.hosts.lost_hosts}
+    others = {name for name, other in job.hosts.same.items() if other in names}
+    left = [host for host in job.hosts.lost_hosts if host.ranks and not host.is_swept]
+    ends = [host.line.silent_at() + _MARGIN_S for host in left]
+    return names | others, max(ends, default=0.0)
 
 
 def _may_end_otherwise(outcome: Outcome, attempt: int, newly_lost: Collection[str]) -> bool:

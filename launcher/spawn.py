@@ -62,6 +62,7 @@ class Job(RankEnds):
         stdout, stderr: where output goes: a file, or a function that is called with a rank and
             whole lines (bytes; rank -1: the launcher's own); None: sys.stdout and sys.stderr.
         stdin: standard input of rank 0 (None: this process's); the other ranks have none.
+        late_at: when it has taken too long, of time.monotonic(); infinity: as its options say.
 
     Attributes:
         id: the value of PYCOLL_JOB in every process of the job; on several hosts with the number
@@ -69,7 +70,7 @@ class Job(RankEnds):
         server: where the ranks meet; made by `run`.
         selector: what its loop waits for; the data of a key is a function to call.
         signals: caught and not handled yet.
-        checked_hosts: those of which it is known how they reach each other, if that was wanted.
+        hosts: its hosts, when it has been opened.
         traces: what the ranks have recorded, in order, when they have ended.
     """
 
@@ -82,10 +83,11 @@ class Job(RankEnds):
         stdout: Target = None,
         stderr: Target = None,
         stdin: int | IO[Any] | None = None,
+        late_at: float = _NEVER,
     ) -> None:
         super().__init__(options)
         self.id = os.urandom(16).hex()
-        self.checked_hosts: Hosts | None = None
+        self.hosts: Hosts | None = None
         self.traces: Sequence[RankTrace] = ()
         self._argv = list(argv)
         self._pass_fds = tuple(pass_fds)
@@ -95,7 +97,7 @@ class Job(RankEnds):
         self._passed_on: set[int] = set()
         self._ended: Mapping[int, str] = {}  # ranks at the end of a task, and what the table says
         self._record: Callable[[str], object] = lambda text: None  # to the launcher's log
-        self._late_at = _NEVER  # when the whole job has taken too long
+        self._late_at = late_at  # when the whole job has taken too long
 
     def run(self) -> Outcome:
         """Run the job to its end; returns how it ended.
@@ -116,7 +118,7 @@ class Job(RankEnds):
     def open(self, stack: contextlib.ExitStack) -> None:
         """Prepare; the stack undoes it, and ends what is left of the job."""
         self._started = time.monotonic()
-        if self._options.timeout_s is not None:
+        if self._options.timeout_s is not None and self._late_at == _NEVER:
             self._late_at = self._started + self._options.timeout_s
         self._stack = stack
         self.selector = stack.enter_context(selectors.DefaultSelector())
@@ -206,7 +208,7 @@ class Job(RankEnds):
         spec = JobSpec(self.id, key, options, self._argv, self._pass_fds, self._stdin)
         self._inspection = Inspection(spec, self.server, self._watch_waits, self.selector, stack)
         spec = self._inspection.spec
-        self._hosts = Hosts(spec, self.selector, self, self.server, self._relay, stack)
+        self._hosts = self.hosts = Hosts(spec, self.selector, self, self.server, self._relay, stack)
         self._inspection.hosts = self._hosts
         stack.callback(self.server.close_port)
         self.say(f"job {self.id}: {options.size} ranks meet at {self.server.endpoint}")
@@ -323,7 +325,7 @@ class Job(RankEnds):
 
     def checked(self) -> None:
         """Called when it is known how the hosts reach each other, if that was to be found out."""
-        self.checked_hosts = hosts = self._hosts
+        hosts = self._hosts
         works = not hosts.absent and all(way.reach.address for way in hosts.ways)
         self._refuse(0 if works else CANNOT_START, "")
 

@@ -17,8 +17,6 @@ TYPE_CHECKING = False  # as in `wire`
 if TYPE_CHECKING:
     from typing import Any
 
-    import zmq
-
     from pycoll._rendezvous.connection import Connection
 
 __all__ = ["Client", "Event"]
@@ -80,7 +78,6 @@ class Client:
         size: number of ranks in the job.
         link: the value of PYCOLL_LINK: the socket to the launcher that this process may have
             inherited. If it has not, or somebody else uses it, the endpoint is reached by ZeroMQ.
-        context: the ZeroMQ context to use then, which stays the caller's; None: one of its own.
         notice_s: seconds after which, and between which, `join` prints who is missing.
 
     Attributes:
@@ -100,7 +97,6 @@ class Client:
         size: int,
         *,
         link: str = "",
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
         notice_s: float = 10.0,
     ) -> None:
         self._endpoint, self._rank, self._size = endpoint, rank, size
@@ -108,9 +104,7 @@ class Client:
         self._pid = os.getpid()
         max_nbytes = wire.MAX_FRAME_NBYTES + size * wire.MAX_INFO_NBYTES
         local = adopt(link, key, max_nbytes)
-        self._link: LocalLink | Connection = local or _by_zmq(
-            endpoint, key, context, max_nbytes, rank, size
-        )
+        self._link: LocalLink | Connection = local or _by_zmq(endpoint, key, max_nbytes, rank, size)
         self._events: list[Event] = []
         self._answers: dict[str, dict[str, Any]] = {}  # the latest of each kind
         self._has_posted = False

@@ -58,7 +58,6 @@ class Connection:
     Args:
         endpoint: the server's, ``tcp://host:port``.
         key: the job's secret, at least 16 bytes.
-        context: stays the caller's; None: one of its own.
         max_nbytes: longest frame that is received.
         rank, size: who connects, and to how large a job; rank -1: an agent.
 
@@ -71,7 +70,6 @@ class Connection:
         self,
         endpoint: str,
         key: bytes,
-        context: zmq.Context[zmq.Socket[bytes]] | None,
         max_nbytes: int,
         rank: int,
         size: int,
@@ -79,9 +77,8 @@ class Connection:
         self._endpoint, self._key, self._keys = endpoint, key, derive_keys(key)
         self._rank, self._size = rank, size
         self._who = f"rank {rank}" if rank >= 0 else "pycoll's launcher on this host"
-        self._owns_context = context is None
         try:
-            self._context = open_context() if context is None else context
+            self._context = open_context()
         except OSError as exc:
             raise BootstrapError(f"{self._who} cannot use ZeroMQ: {exc.strerror}") from exc
         self._max_nbytes = max_nbytes
@@ -224,8 +221,7 @@ class Connection:
         """Disconnect and give the descriptors back; may be called again."""
         self._disconnect(linger_s)
         self._wakeup.close()
-        if self._owns_context:
-            self._context.term()
+        self._context.term()
 
     def _attempt(self, deadline: float) -> int:
         """Connect once; return what decided it, or the last there was to see: a monitor event."""

@@ -145,7 +145,7 @@ class FrameSocket:
 
 
 class LocalLink:
-    """A rank's end, with a descriptor to sleep on. Not thread-safe. See `connection.Connection`.
+    """A rank's end, with a descriptor to sleep on; what it does, `connection.Connection` says.
 
     Args:
         socket: connected; it becomes the link's own.
@@ -162,21 +162,17 @@ class LocalLink:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a connection; it changes in `pump` (lost) and `close`."""
         return self._socket.is_open
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `pump()` may have work, or after `wake`."""
         return self._epoll.fileno()
 
     def wake(self) -> None:
-        """Make `fileno()` readable until the next `pump()`."""
         if not self._epoll.closed and not self._is_flagged:
             self._is_flagged = True
             os.eventfd_write(self._flag, 1)
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until `fileno()` is readable, at most `timeout_s` (and at most a minute)."""
         self._epoll.poll(max(0.0, min(timeout_s, 60.0)))
 
     def connect(self, timeout_s: float) -> None:
@@ -186,18 +182,11 @@ class LocalLink:
         """Do nothing: who has the descriptor is in time."""
 
     def send(self, frame: bytes, is_state: bool = False) -> None:
-        """Send, now or when the launcher reads again; never blocks. Without a connection: nothing.
-
-        Args:
-            frame: what to send.
-            is_state: it replaces the last such frame, if that has not been sent yet.
-        """
         if self.is_open:
             self._backlog.add(frame, is_state)
             self._flush()
 
     def pump(self) -> list[bytes]:
-        """Send what waits to be sent and return the frames that came; the flag is cleared."""
         if self._epoll.closed:
             return []
         if self._is_flagged:

@@ -13,7 +13,6 @@ import sys
 from typing import Any
 
 import pytest
-import zmq
 from rendezvous_world import DEADLINE_S, KEY, Job, by_zmq, events, join_fields, pythonpath
 
 from pycoll._launcher.rendezvous_server import Notice
@@ -42,18 +41,6 @@ def test_the_launcher_hears_of_each_process_that_joined(job: Job) -> None:
     job.client(launcher.endpoint, 0, 2).join({}, DEADLINE_S)
     assert launcher.notice("joined") == Notice("joined", 0, {"pid": os.getpid()})
     assert launcher.call(launcher.server.missing) == []
-
-
-@by_zmq
-def test_clients_may_share_a_context(job: Job) -> None:
-    launcher = job.launcher(2)
-    with zmq.Context() as context:
-        clients = [job.client(launcher.endpoint, r, 2, context=context) for r in range(2)]
-        for future in [job.start(client.join, {}, DEADLINE_S) for client in clients]:
-            future.result()
-        for client in clients:
-            client.close(DEADLINE_S)
-        assert not context.closed
 
 
 def test_who_is_missing_is_named_at_the_deadline(job: Job) -> None:

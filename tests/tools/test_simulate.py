@@ -221,7 +221,7 @@ SPREAD = ["all_reduce", "--ranks-per-node", "2"]
         (["all_reduce", "--costs", "nowhere.json"], "nowhere.json cannot be read"),
         (["all_reduce", "--costs", "x", "--latency", "1us"], "leave out --latency"),
         (["all_reduce", "--json", "/nowhere/x.json"], "there is no folder /nowhere"),
-        (["all_reduce", "--sizes", "1Q"], "is no size"),
+        (["all_reduce", "--sizes", "1Q"], "a size is '1Q'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
