@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy_oracle import ALL, COMPLEXES, FLOATS, INTS, UFUNCS, Array, Random, dtype_of, reduced
 
-import pycoll
-
 Comm = Any
 Version = tuple[Callable[[], Any], bytes | None]  # a call; the bytes of what it returns, or None
 Case = tuple[str, list[Version]]
@@ -22,29 +20,23 @@ KINDS: dict[str, tuple[int, float, int, int]] = {
     "small": (20, 0.02, 0, 8 * KIB),
     "medium": (8, 0.004, 4 * KIB, 256 * KIB),
     "large": (3, 0.0004, 256 * KIB, 4096 * KIB),
-    "messages": (10, 0.01, 0, 2 * KIB),
-    "schedules": (8, 0.004, 0, 2 * KIB),
-    "objects": (4, 0.001, 0, 64),
     "made": (2, 0.0004, 0, 16 * KIB),
 }
 """Kind of case: how many of it are drawn, its share of the calls, limits of a value's bytes.
 
-"short" are calls that the core makes without Python, "schedules" those by other algorithms."""
+"short" are calls that the core makes without Python. Messages, objects and other algorithms are
+for scripts/fuzz_programs."""
 
 # --- values -----------------------------------------------------------------------------------
 
 
-def values(rng: Random, dtype: str, shape: tuple[int, ...], exact: bool) -> Array:
-    """Random values; `exact`: such that sums and products are the same in every order."""
+def values(rng: Random, dtype: str, shape: tuple[int, ...]) -> Array:
+    """Random values, whose sums and products depend on the order."""
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
     if dtype in INTS:
         limits = np.iinfo(dtype)
         return np.asarray(rng.integers(limits.min, limits.max, shape, dtype, endpoint=True))
-    if exact:
-        # The sign of a zero part of a complex product depends on the order, if there are signs.
-        choices = [1.0, 2.0] if dtype in COMPLEXES else [1.0, -1.0, 2.0]
-        return rng.choice(choices, shape).astype(dtype_of(dtype))
     drawn = rng.standard_normal(shape, np.float32)
     if dtype in COMPLEXES:
         drawn = drawn + 1j * rng.standard_normal(shape, np.float32)
@@ -84,8 +76,8 @@ class Draw:
             return (2, count // 2)
         return (count,)
 
-    def of_all(self, dtype: str, shape: tuple[int, ...], exact: bool = False) -> list[Array]:
-        return [values(self.rng, dtype, shape, exact) for _ in range(self.comm.size)]
+    def of_all(self, dtype: str, shape: tuple[int, ...]) -> list[Array]:
+        return [values(self.rng, dtype, shape) for _ in range(self.comm.size)]
 
 
 def strided(x: Array) -> Array:
@@ -125,13 +117,11 @@ def reduction(draw: Draw) -> Case:
         form = "out"
     args = [op, root] if name == "reduce" else [op]
     call, has_result = getattr(comm, name), name != "reduce" or comm.rank == root
-    if draw.kind == "schedules":
-        call = functools.partial(call, algorithm=algorithm(draw, name))
     versions: list[Version] = []
     out = np.zeros(shape, dtype_of(dtype)) if has_result else None
     for _ in range(VERSIONS):
         full = (comm.size, *shape) if split else shape
-        operands = draw.of_all(dtype, full, exact=draw.kind == "schedules")
+        operands = draw.of_all(dtype, full)
         if op in ("min", "max") and dtype in FLOATS and draw.below(4) == 0:
             for x in operands:
                 x[draw.rng.random(full) < 0.1] = np.nan
@@ -171,8 +161,6 @@ def movement(draw: Draw) -> Case:
     args = [root] if name in ("gather", "scatter") else []
     has_result = name != "gather" or me == root
     call = getattr(comm, name)
-    if draw.kind == "schedules":
-        call = functools.partial(call, algorithm=algorithm(draw, name))
     stacks = name in ("gather", "all_gather", "all_to_all")
     out = None
     if has_result:
@@ -221,68 +209,10 @@ def in_place_blocks(call: Callable[..., Any], x: Array, out: Array, row: int | N
     return run
 
 
-def nothing() -> None:
-    """What a rank does that is not concerned."""
-
-
-def message(draw: Draw) -> Case:
-    """One rank sends to another, or all in a ring."""
-    comm, dtype, me = draw.comm, draw.one_of(ALL), draw.comm.rank
-    shape, tag, has_out = draw.shape(dtype), draw.below(5), bool(draw.below(3))
-    ring = draw.below(4) == 0
-    source, dest = (int(rank) for rank in draw.rng.permutation(comm.size)[:2])
-    versions: list[Version] = []
-    out = np.zeros(shape, dtype_of(dtype)) if has_out else None
-    call: Callable[[], Any]
-    want: bytes | None
-    for _ in range(VERSIONS):
-        operands = draw.of_all(dtype, shape)
-        call, want = nothing, None
-        if ring:
-            left, right = (me - 1) % comm.size, (me + 1) % comm.size
-            call = functools.partial(comm.sendrecv, operands[me], right, left, tag, tag, out)
-            want = operands[left].tobytes()
-        elif me == source:
-            call = functools.partial(comm.send, operands[me], dest, tag)
-        elif me == dest:
-            call = functools.partial(comm.recv, source, tag, out)
-            want = operands[source].tobytes()
-        versions.append((call, want))
-    which = "ring" if ring else f"{source} to {dest}"
-    return f"message of {dtype}{list(shape)}, {which}, out={has_out}", versions
-
-
-def of_objects(draw: Draw) -> Case:
-    comm, name = draw.comm, draw.one_of(("broadcast", "all_gather", "all_reduce", "scatter"))
-    root, me = draw.below(comm.size), draw.comm.rank
-    versions: list[Version] = []
-    for _ in range(VERSIONS):
-        all_x = [(rank, "x" * draw.below(3000)) for rank in range(comm.size)]
-        calls: dict[str, tuple[Callable[[], Any], Any]] = {
-            "broadcast": (
-                functools.partial(comm.broadcast, all_x[root] if me == root else None, root),
-                all_x[root],
-            ),
-            "all_gather": (functools.partial(comm.all_gather, all_x[me]), all_x),
-            "all_reduce": (functools.partial(comm.all_reduce, all_x[me], max), max(all_x)),
-            "scatter": (
-                functools.partial(comm.scatter, all_x if me == root else None, root),
-                all_x[me],
-            ),
-        }
-        versions.append((functools.partial(check_object, *calls[name]), None))
-    return f"{name} of objects, root={root}", versions
-
-
-def check_object(call: Callable[[], Any], want: Any) -> None:
-    got = call()
-    assert got == want, f"{str(got)[:200]}, not {str(want)[:200]}"
-
-
 def on_a_new_communicator(draw: Draw) -> Case:
     """dup or split, a few calls there, close."""
-    comm, me, exact = draw.comm, draw.comm.rank, bool(draw.below(2))
-    colors = [draw.below(2) if exact else 0 for _ in range(comm.size)]
+    comm, me, cuts = draw.comm, draw.comm.rank, bool(draw.below(2))
+    colors = [draw.below(2) if cuts else 0 for _ in range(comm.size)]
     members = [rank for rank, color in enumerate(colors) if color == colors[me]]
     shape = draw.shape("float32")
     versions: list[Version] = []
@@ -301,11 +231,6 @@ def on_a_new_communicator(draw: Draw) -> Case:
     return f"all_reduce(float32{list(shape)}) on new communicators {colors}", versions
 
 
-def algorithm(draw: Draw, name: str) -> str:
-    """An algorithm that sends messages."""
-    return str(draw.one_of([a for a in pycoll.algorithms(name) if a != "shared_memory"]))
-
-
 def barrier(draw: Draw) -> Case:
     return "barrier()", [(draw.comm.barrier, None)] * VERSIONS
 
@@ -313,10 +238,7 @@ def barrier(draw: Draw) -> Case:
 MAKERS: dict[str, tuple[Callable[[Draw], Case], ...]] = {
     "short": (*[reduction] * 5, *[movement] * 5, barrier),
     "small": (reduction, movement),
-    "medium": (reduction, reduction, movement, movement, message),
-    "large": (reduction, movement, message),
-    "messages": (message,),
-    "schedules": (reduction, movement),
-    "objects": (of_objects,),
+    "medium": (reduction, movement),
+    "large": (reduction, movement),
     "made": (on_a_new_communicator,),
 }
