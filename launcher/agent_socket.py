@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from pycoll._rendezvous.local import framed, take_frames
 from pycoll._support.ready import ready
 from pycoll.errors import BootstrapError
 
@@ -123,7 +124,7 @@ def send(connection: socket.socket, message: Any, descriptors: Sequence[int] = (
     """
     packed = msgpack.packb(message)
     connection.settimeout(_SEND_S)
-    connection.sendall(len(packed).to_bytes(_LENGTH_NBYTES, "little") + packed)
+    connection.sendall(framed(packed))
     for start in range(0, len(descriptors), _AT_ONCE):
         _send_descriptors(connection, descriptors[start : start + _AT_ONCE])
 
@@ -195,7 +196,7 @@ class Reader:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._data = b""
+        self._data = bytearray()
 
     def read(self) -> Any:
         """Return a message, or None: not all of it is there.
@@ -210,13 +211,11 @@ class Reader:
         except OSError:
             data = b""
         self._data += data
-        nbytes = int.from_bytes(self._data[:_LENGTH_NBYTES], "little")
-        if not data or nbytes > _READ_NBYTES:
+        frames, is_good = take_frames(self._data, _READ_NBYTES)
+        if not data or not is_good:
             raise EOFError
-        if len(self._data) < _LENGTH_NBYTES + nbytes:
-            return None
         try:
-            return msgpack.unpackb(self._data[_LENGTH_NBYTES:])
+            return msgpack.unpackb(frames[0]) if frames else None
         except ValueError as exc:
             raise EOFError from exc
 

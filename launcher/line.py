@@ -16,6 +16,8 @@ from typing import Any
 
 import msgpack
 
+from pycoll._rendezvous.local import framed, take_frames
+
 MARKER = b"\n\0pycoll agent\0\n"
 
 BEAT_S = 1.0
@@ -30,7 +32,6 @@ _LATE_S = 3.0  # a process that looks so late was stopped, or its machine was
 _MAX_FRAME_NBYTES = 32 << 20
 _MAX_NOISE_NBYTES = 1 << 20
 _READ_NBYTES = 256 << 10
-_LENGTH_NBYTES = 4
 
 Hear = Callable[[str, list[Any]], None]
 
@@ -161,8 +162,7 @@ class DescriptorLine(Line):
             os.close(descriptor)
 
     def _put(self, frame: bytes) -> None:
-        line = frame + b"\n"
-        self._outgoing += len(line).to_bytes(_LENGTH_NBYTES, "little") + line
+        self._outgoing += framed(frame + b"\n")
         self._write()
 
     def _read(self) -> None:
@@ -196,22 +196,12 @@ class DescriptorLine(Line):
         return at >= 0
 
     def _split(self) -> None:
-        start = 0
-        frames = []
-        while len(self._incoming) >= (body := start + _LENGTH_NBYTES):
-            end = body + int.from_bytes(self._incoming[start:body], "little")
-            if end - body > _MAX_FRAME_NBYTES:
-                return self._end("it sends what makes no sense")
-            if end > len(self._incoming):
-                break
-            frames.append(bytes(self._incoming[body:end]))
-            start = end
-        del self._incoming[:start]
+        frames, is_good = take_frames(self._incoming, _MAX_FRAME_NBYTES)
         for frame in frames:
-            if not self.is_open:
-                return
-            if not self._came(frame[:-1]):
-                return self._end("it sends what makes no sense")
+            if self.is_open and is_good:
+                is_good = self._came(frame[:-1])
+        if not is_good:
+            self._end("it sends what makes no sense")
 
     def _write(self) -> None:
         try:

@@ -22,9 +22,28 @@ _READ_NBYTES = 64 << 10
 _MAX_READS = 16
 
 
+def framed(frame: bytes) -> bytes:
+    """A frame as it is sent: its length, then so many bytes."""
+    return len(frame).to_bytes(_LENGTH_NBYTES, "little") + frame
+
+
+def take_frames(incoming: bytearray, max_nbytes: int) -> tuple[list[bytes], bool]:
+    """Take whole frames out of what has come; whether no longer one is announced than may be."""
+    frames, start, is_good = [], 0, True
+    while len(incoming) >= (body := start + _LENGTH_NBYTES):
+        end = body + int.from_bytes(incoming[start:body], "little")
+        is_good = end - body <= max_nbytes
+        if not is_good or end > len(incoming):
+            break
+        frames.append(bytes(incoming[body:end]))
+        start = end
+    del incoming[:start]
+    return frames, is_good
+
+
 def greeting(key: bytes) -> bytes:
     """What the launcher sends first."""
-    return _framed(key)
+    return framed(key)
 
 
 def adopt(link: str, key: bytes, max_nbytes: int) -> LocalLink | None:
@@ -65,12 +84,8 @@ def adopt(link: str, key: bytes, max_nbytes: int) -> LocalLink | None:
     return None
 
 
-def _framed(frame: bytes) -> bytes:
-    return len(frame).to_bytes(_LENGTH_NBYTES, "little") + frame
-
-
 class FrameSocket:
-    """One end of a stream that carries frames: a length of 4 bytes, then so many bytes.
+    """One end of a stream that carries frames (`framed`).
 
     It never blocks, and keeps at most one frame that is under way.
 
@@ -96,7 +111,7 @@ class FrameSocket:
         """Send a frame, or begin to; False: it is not taken, one is under way already."""
         if not self.flush():
             return False
-        self._outgoing = memoryview(_framed(frame))
+        self._outgoing = memoryview(framed(frame))
         self.flush()
         return True
 
@@ -124,17 +139,8 @@ class FrameSocket:
                 self.is_open = False
                 break
             self._incoming += data
-        frames, start = [], 0
-        while len(self._incoming) >= (body := start + _LENGTH_NBYTES):
-            end = body + int.from_bytes(self._incoming[start:body], "little")
-            if end - body > self._max_nbytes:
-                self.is_open = False
-                break
-            if end > len(self._incoming):
-                break
-            frames.append(bytes(self._incoming[body:end]))
-            start = end
-        del self._incoming[:start]
+        frames, is_good = take_frames(self._incoming, self._max_nbytes)
+        self.is_open = self.is_open and is_good
         return frames
 
     def close(self) -> None:
