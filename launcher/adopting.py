@@ -212,19 +212,12 @@ class AdoptingAgent(Agent):
         mine = {rank: ranks[rank] for rank in places if rank in ranks}
         return AdoptedHost(places, mine, self._selector, self, open_link, self._stack)
 
-    def _start(
-        self,
-        argv: Sequence[str],
-        environment: dict[str, str],
-        bind: bool,
-        has_input: bool = False,
-        trace_records: int = 0,
-    ) -> None:
-        assert self._host is not None
-        self._doorman.close()
+    def _program(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> RankProgram:
+        return RankProgram(argv, environment)
+
+    def _start(self, **fields: Any) -> None:
         self._have_entered = True
-        self._host.start(RankProgram(argv, environment))
-        self._line.send("started")
+        super()._start(**fields)
         for joiner in list(self._joiners.values()):
             self._forget(joiner)
 

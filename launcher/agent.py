@@ -278,6 +278,7 @@ class Agent:
 
     def _start(
         self,
+        *,
         argv: Sequence[str],
         environment: dict[str, str],
         bind: bool,

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,33 +133,11 @@ def test_the_key_is_on_no_command_line_and_in_no_log(
         assert not any(key in line for line in lines)
 
 
-def test_the_launcher_opens_no_port_and_strangers_at_those_of_ranks_are_cut(
-    hosts: Bed, script: Callable[[str], str]
-) -> None:
+def test_the_launcher_opens_no_port(hosts: Bed, script: Callable[[str], str]) -> None:
     with job(hosts, "--transport", "tcp", "-H", "hosta:2,hostb:2", script(LOOP)):
         table = hosts.run("hosta", "ss", "-ltnpH").stdout.splitlines()
         open_to_all = [line for line in table if "127.0.0.1" not in line and "sshd" not in line]
         assert len(open_to_all) == 2, table  # of the two ranks
-        # Who has no key gets no further than a greeting.
-        port = int(open_to_all[0].split()[3].rpartition(":")[2])
-        stranger = f"""
-import zmq
-socket = zmq.Context().socket(zmq.DEALER)
-monitor = socket.get_monitor_socket()
-socket.plain_username, socket.plain_password = b"pycoll", b"x"
-socket.connect("tcp://10.77.0.1:{port}")
-from zmq.utils.monitor import recv_monitor_message
-while monitor.poll(10_000):
-    event = recv_monitor_message(monitor)["event"]
-    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-        raise SystemExit("was let in")
-    if event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_DISCONNECTED,
-                 zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
-        print("was cut")
-        break
-"""
-        done = hosts.run("hostb", sys.executable, "-c", stranger)
-        assert done.stdout == "was cut\n", done
 
 
 # What goes wrong.

@@ -35,7 +35,7 @@ def test_who_is_missing_from_an_exchange_is_named_and_may_still_come(job: Job) -
         clients[1].exchange({}, 0.3)
 
     def given() -> bytes | None:
-        return launcher.server._exchange.given.get(1)
+        return launcher.server._given.get(1)
 
     first = launcher.call(given)  # it counts, until there is another
     again = job.start(clients[1].exchange, {"again": True, "rank": 1}, DEADLINE_S)
@@ -70,7 +70,7 @@ def test_an_exchange_that_completed_after_one_had_given_up_counts_for_its_next_t
 def test_an_exchange_fails_when_a_rank_goes_and_the_event_is_kept(job: Job, kind: str) -> None:
     launcher, clients = job.meet(3)
     waiting = job.start(clients[0].exchange, {}, DEADLINE_S)
-    while launcher.call(lambda: launcher.server._exchange.given.get(0)) is None:
+    while launcher.call(lambda: launcher.server._given.get(0)) is None:
         pass
     if kind == "left":
         clients[2].post("left", links=[])
@@ -89,7 +89,7 @@ def test_an_exchange_fails_when_a_rank_goes_and_the_event_is_kept(job: Job, kind
 def test_an_exchange_fails_when_the_launcher_goes(job: Job) -> None:
     launcher, clients = job.meet(2)
     waiting = job.start(clients[0].exchange, {}, DEADLINE_S)
-    while launcher.call(lambda: launcher.server._exchange.given.get(0)) is None:
+    while launcher.call(lambda: launcher.server._given.get(0)) is None:
         pass
     launcher.close()
     with pytest.raises(BootstrapError, match="was lost before all ranks had exchanged addresses"):
