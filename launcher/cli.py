@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pycoll._support.environment import (
     IDENTITY,
     TORCH,
     blocks,
+    default_op_timeout,
     encrypts,
     grace,
     usable_cores,
@@ -64,18 +64,12 @@ def _whole(text: str, least: int = 1) -> int:
     raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, not {text!r}")
 
 
-def _seconds(text: str) -> float:
+def _seconds(text: str, may_be_0: bool = False) -> float:
     with contextlib.suppress(ValueError):
-        if (number := float(text)) > 0 and not math.isnan(number):
+        if (number := float(text)) > 0 or (may_be_0 and number == 0):
             return number
-    raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text!r}")
-
-
-def _grace(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if (number := float(text)) >= 0:
-            return number
-    raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 up, not {text!r}")
+    least = "from 0 up" if may_be_0 else "above 0"
+    raise argparse.ArgumentTypeError(f"must be a number of seconds {least}, not {text!r}")
 
 
 def _export(text: str) -> tuple[str, str]:
@@ -117,7 +111,7 @@ def _parser() -> _Parser:
     add = parser.add_argument_group("for deadlines and output").add_argument
     add("--timeout", metavar="S", type=_seconds, help="end the whole job after S seconds")
     add("--op-timeout", metavar="S", type=_seconds, help=_OP_TIMEOUT)
-    add("--grace", metavar="S", type=_grace, help=_GRACE)
+    add("--grace", metavar="S", type=partial(_seconds, may_be_0=True), help=_GRACE)
     add("--restarts", metavar="K", type=partial(_whole, least=0), help=_RESTARTS)
     tag = argparse.BooleanOptionalAction
     add("-l", "--tag-output", action=tag, help="put [rank] before each line of output, or not")
@@ -249,7 +243,7 @@ def _options(args: argparse.Namespace, lost: Collection[str] = ()) -> Options:
     _check_one_host(transport, source, hosts, size, args.emulate_hosts)
     _check_settings({**os.environ, **exports})
     if args.op_timeout is None or "PYCOLL_OP_TIMEOUT" in exports:
-        _check_op_timeout({**settings, **exports}.get("PYCOLL_OP_TIMEOUT"))
+        default_op_timeout({**settings, **exports})
     return Options(
         size=size,
         transport=transport,
@@ -322,15 +316,6 @@ def _check_settings(environ: Mapping[str, str]) -> None:
         check_settings(environ)
     except ValueError as exc:
         raise _UsageError(str(exc)) from exc
-
-
-def _check_op_timeout(text: str | None) -> None:
-    if not text:
-        return
-    with contextlib.suppress(ValueError):
-        if float(text) >= 0:
-            return
-    raise _UsageError(f"PYCOLL_OP_TIMEOUT must be a number of seconds from 0 up, not {text!r}")
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pycoll.errors import BootstrapError, Error
+from pycoll.errors import BootstrapError
 
 
 class Variable(NamedTuple):
@@ -290,6 +290,15 @@ def grace(environ: Mapping[str, str]) -> float:
     return _seconds(environ, "PYCOLL_GRACE", GRACE_S, "seconds from 0 up")
 
 
+def default_op_timeout(environ: Mapping[str, str]) -> float:
+    """Seconds that an operation may take which says nothing else; infinity: any time.
+
+    Raises:
+        Error: PYCOLL_OP_TIMEOUT is no number of seconds.
+    """
+    return _seconds(environ, "PYCOLL_OP_TIMEOUT", math.inf, "seconds from 0 up")
+
+
 def _seconds(environ: Mapping[str, str], name: str, default: float, what: str) -> float:
     text = environ.get(name)
     if not text:
@@ -297,7 +306,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: float, what: str) -
     with contextlib.suppress(ValueError):
         if (seconds := float(text)) >= 0:
             return seconds
-    raise Error(f"{name} is {text!r}, but must be {what}")
+    raise BootstrapError(f"{name} is {text!r}, but must be {what}")
 
 
 def usable_cores() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import math
 import os
 import sys
 import threading
@@ -30,7 +29,7 @@ from pycoll._runtime.engine import Engine
 from pycoll._runtime.inspected import answer_launcher
 from pycoll._runtime.membership import NoVerdict
 from pycoll._support import job_key
-from pycoll._support.environment import encrypts
+from pycoll._support.environment import default_op_timeout, encrypts
 from pycoll._support.public_edge import edge
 from pycoll._support.wording import a_kind
 from pycoll._transports import network
@@ -314,13 +313,7 @@ def check_options(timeout: Any, op_timeout: Any, transport: Any) -> None:
 def _op_timeout(op_timeout: float | None) -> float:
     if op_timeout is not None:
         return check_timeout(op_timeout, "op_timeout")
-    text = os.environ.get("PYCOLL_OP_TIMEOUT")
-    if not text:
-        return math.inf
-    try:
-        return check_timeout(float(text), "PYCOLL_OP_TIMEOUT")
-    except ValueError as exc:
-        raise BootstrapError(f"PYCOLL_OP_TIMEOUT is {text!r}: {exc}") from exc
+    return default_op_timeout(os.environ)
 
 
 def _describe(options: tuple[object, ...]) -> str:
