@@ -15,7 +15,7 @@ from pycoll._selection import costs
 from pycoll._selection.agreed import SHARED_MEMORY
 from pycoll._selection.select import UNKNOWN_S, Candidate, Query
 from pycoll._support.checks import check_int, check_name, check_nbytes
-from pycoll._support.wording import a_kind
+from pycoll._support.wording import a_kind, seconds_text, size_text
 from pycoll._transports._core import with_default_floats
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 _OF_BITS = frozenset({"band", "bor", "bxor"})
 """Operators of integers and bool only."""
-
-_UNITS = ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (float("inf"), 1.0, "s"))
 
 
 class Explanation(NamedTuple):
@@ -63,7 +61,7 @@ class Explanation(NamedTuple):
         width = max(map(len, names)) + 2
         cut = f", in {self.segments} segments" if self.segments > 1 else ""
         lines = [
-            f"{self.collective} of {length_text(self.nbytes)} on {self.size} "
+            f"{self.collective} of {size_text(self.nbytes)} on {self.size} "
             f"{'rank' if self.size == 1 else 'ranks'}: {self.algorithm}"
             f"{cut}, about {time_text(self.seconds)}",
             f"  because {self.why}",
@@ -182,15 +180,4 @@ def _why(selector: Selector, request: Query, able: list[Candidate]) -> str:
 
 
 def time_text(seconds: float) -> str:
-    if seconds == UNKNOWN_S:
-        return "unknown"
-    scale, unit = next((scale, unit) for limit, scale, unit in _UNITS if seconds < limit * 0.9995)
-    return f"{seconds * scale:.3g} {unit}"
-
-
-def length_text(nbytes: int) -> str:
-    """Return bytes with a unit."""
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if nbytes >= 1 << power and nbytes % (1 << power - 3) == 0:
-            return f"{nbytes / (1 << power):g} {unit}"
-    return f"{nbytes} B"
+    return "unknown" if seconds == UNKNOWN_S else seconds_text(seconds)

@@ -1,4 +1,4 @@
-"""Words of messages."""
+"""Words and numbers of messages."""
 
 from __future__ import annotations
 
@@ -35,3 +35,21 @@ def ranks_text(ranks: Iterable[int]) -> str:
             runs.append([rank, rank])
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
+
+
+SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def seconds_text(seconds: float) -> str:
+    """Write a time in the unit in which it is a handy number."""
+    units = (unit for unit, of_a_second in SECONDS.items() if seconds < 999.5 * of_a_second)
+    unit = next(units, "s")
+    return f"{seconds / SECONDS[unit]:.3g} {unit}"
+
+
+def size_text(nbytes: int) -> str:
+    """Write bytes in the largest unit of which they are eighths."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << power and nbytes % (1 << power - 3) == 0:
+            return f"{nbytes / (1 << power):g} {unit}"
+    return f"{nbytes} B"

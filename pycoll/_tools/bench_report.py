@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pycoll._tools.units import seconds_text
+from pycoll._support.wording import seconds_text, size_text
 
-KiB = 1024
 # Where a size is that of one rank's whole value; elsewhere it is that of one block.
 OF_A_VALUE = frozenset({"broadcast", "reduce", "all_reduce", "iall_reduce", "send", "halo"})
 
@@ -124,15 +123,6 @@ def as_dict(row: Row) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- text
-
-
-def size_text(nbytes: int) -> str:
-    """``"8 B"``, ``"64 MiB"``, ``"1.5 KiB"``."""
-    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
-    while value >= KiB and len(units) > 1:
-        value /= KiB
-        units.pop(0)
-    return f"{value:.4g} {units[0]}"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

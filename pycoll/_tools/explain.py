@@ -68,8 +68,9 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: an option makes no sense.
     """
-    from pycoll._calls.explain import explain, length_text, time_text
+    from pycoll._calls.explain import explain, time_text
     from pycoll._selection.agreed import parse_bytes
+    from pycoll._support.wording import size_text
     from pycoll.errors import BootstrapError
 
     emulated = arguments.emulate_hosts
@@ -108,9 +109,7 @@ def main(arguments: argparse.Namespace) -> int:
     print(f"{found[0].collective} on {arguments.size} ranks")
     for each in found:
         cut = f", in {each.segments} segments" if each.segments > 1 else ""
-        print(
-            f"  {length_text(each.nbytes):>8}  {time_text(each.seconds):>8}  {each.algorithm}{cut}"
-        )
+        print(f"  {size_text(each.nbytes):>8}  {time_text(each.seconds):>8}  {each.algorithm}{cut}")
     print(f"  times by {found[0].table}; --bytes says why")
     return 0
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pycoll._tools.units import parse_bandwidth, parse_seconds, seconds_text
+from pycoll._support.wording import seconds_text
+from pycoll._tools.units import parse_bandwidth, parse_seconds
 
 if TYPE_CHECKING:
     from pycoll.schedules import Algorithm

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pycoll._support.wording import seconds_text, size_text
 from pycoll._tools.bench_report import (
     TextTable,
     number,
-    size_text,
     time_unit,
 )
-from pycoll._tools.units import bandwidth_text, seconds_text
+from pycoll._tools.units import bandwidth_text
 
 if TYPE_CHECKING:
     from pycoll._tools.simulate import SimulatedTime

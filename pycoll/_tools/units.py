@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+from pycoll._support.wording import SECONDS
+
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 
@@ -19,7 +20,7 @@ def parse_seconds(text: str, option: str) -> float:
     found = re.fullmatch(_NUMBER + r"\s*(ns|us|ms|s)?", text.strip().lower().replace("µ", "u"))
     if found is None or (found[2] is None and float(found[1])):
         raise ValueError(f"{option} is {text!r}, which is no time: write 500ns, 5us, 1.5ms or 1s")
-    return float(found[1]) * _SECONDS[found[2] or "s"]
+    return float(found[1]) * SECONDS[found[2] or "s"]
 
 
 def parse_bandwidth(text: str, option: str) -> float:
@@ -40,14 +41,6 @@ def parse_bandwidth(text: str, option: str) -> float:
     # Gb/s and Gbps are bits, as everywhere in networks; GB/s are bytes.
     in_bits = found[4].lower() == "bit" or found[4] == "b"
     return float(found[1]) * prefix / (8 if in_bits else 1)
-
-
-def seconds_text(seconds: float) -> str:
-    """Write a time in the unit in which it is a handy number."""
-    for unit, of_a_second in _SECONDS.items():
-        if seconds < 999.5 * of_a_second or unit == "s":
-            return f"{seconds / of_a_second:.3g} {unit}"
-    raise AssertionError
 
 
 def bandwidth_text(bandwidth: float) -> str:

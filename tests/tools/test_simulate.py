@@ -13,6 +13,7 @@ import pytest
 
 from pycoll import schedules
 from pycoll._selection.costs import shipped
+from pycoll._support.wording import seconds_text
 from pycoll._tools import show, units
 from pycoll._tools.cli import main
 from pycoll._tools.simulate import MOST_SEGMENTS
@@ -282,7 +283,7 @@ def test_bandwidths_are_read_as_users_write_them(text: str, expected: float) -> 
 def test_times_are_read_and_written_as_users_write_them() -> None:
     for text, seconds in ("500ns", 5e-7), ("5 us", 5e-6), ("1.5ms", 1.5e-3), ("2s", 2), ("0", 0):
         assert units.parse_seconds(text, "--latency") == pytest.approx(seconds)
-    assert [units.seconds_text(s) for s in (5e-7, 9.996e-4, 0.25, 12)] == [
+    assert [seconds_text(s) for s in (5e-7, 9.996e-4, 0.25, 12)] == [
         "500 ns",
         "1 ms",
         "250 ms",
