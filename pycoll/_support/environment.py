@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pycoll.errors import BootstrapError
+from pycoll.errors import BootstrapError, Error
 
 
 class Variable(NamedTuple):
@@ -306,7 +306,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: float, what: str) -
     with contextlib.suppress(ValueError):
         if (seconds := float(text)) >= 0:
             return seconds
-    raise BootstrapError(f"{name} is {text!r}, but must be {what}")
+    raise Error(f"{name} is {text!r}, but must be {what}")
 
 
 def usable_cores() -> int:

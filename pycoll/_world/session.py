@@ -313,7 +313,10 @@ def check_options(timeout: Any, op_timeout: Any, transport: Any) -> None:
 def _op_timeout(op_timeout: float | None) -> float:
     if op_timeout is not None:
         return check_timeout(op_timeout, "op_timeout")
-    return default_op_timeout(os.environ)
+    try:
+        return default_op_timeout(os.environ)
+    except Error as exc:
+        raise BootstrapError(str(exc)) from None
 
 
 def _describe(options: tuple[object, ...]) -> str:
