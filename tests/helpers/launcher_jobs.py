@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 from patience import PATIENCE
 
@@ -60,3 +62,17 @@ def started(*args: str) -> Iterator[subprocess.Popen[bytes]]:
 def read_lines(process: subprocess.Popen[bytes], count: int) -> list[str]:
     assert process.stdout is not None
     return [process.stdout.readline().decode().strip() for _ in range(count)]
+
+
+def assert_ended(pids: Iterable[int], limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            ready, _, _ = select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"process {pid} is still there"
+        finally:
+            os.close(pidfd)

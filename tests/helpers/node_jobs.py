@@ -12,6 +12,8 @@ import time
 
 from patience import PATIENCE
 
+from pycoll._support.environment import free_port
+
 LIMIT_S = 30 * PATIENCE
 
 
@@ -27,12 +29,6 @@ while True:
     comm.barrier()
     time.sleep(0.01)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Nodes:

@@ -16,13 +16,14 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from node_jobs import LIMIT_S, WAIT, free_port, until_listening
+from node_jobs import LIMIT_S, WAIT, until_listening
 from patience import PATIENCE
 
 import pycoll
 from pycoll._functions import engines, function
 from pycoll._launcher import network_line
 from pycoll._launcher.agent_socket import Ticket
+from pycoll._support.environment import free_port
 from pycoll.errors import BootstrapError, Error
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import select
 import signal
 import subprocess
 import time
 from typing import Any
 
 import pytest
+from launcher_jobs import assert_ended
 from patience import PATIENCE
 from pool_scripts import Scripts
 from tiers import few
@@ -207,7 +206,7 @@ comm = pycoll.init()
         assert launcher.stdout is not None
         pids = [int(pid) for _ in range(6) for pid in launcher.stdout.readline().split()]
         launcher.kill()
-        assert_ended(pids)
+        assert_ended(pids, PROMPT_S)
     text += """
 other = comm.split(rank // 2)
 if rank == 0:
@@ -232,20 +231,7 @@ while True:
         pids = [int(pid) for line in lines if line != "all there\n" for pid in line.split()]
         assert len(pids) == 10
         launcher.kill()
-        assert_ended(pids)
-
-
-def assert_ended(pids: list[int]) -> None:
-    deadline = time.monotonic() + PROMPT_S
-    for pid in pids:
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
-            assert select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0], pid
-        finally:
-            os.close(pidfd)
+        assert_ended(pids, PROMPT_S)
 
 
 @pytest.mark.parametrize("times", few([50], [400]))

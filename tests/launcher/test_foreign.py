@@ -21,6 +21,7 @@ from patience import PATIENCE
 
 from pycoll._launcher import agent_socket, exchange, pmi
 from pycoll._launcher.agent_socket import Ticket
+from pycoll._support.environment import free_port
 from pycoll.errors import BootstrapError
 
 LIMIT_S = 30 * PATIENCE
@@ -75,17 +76,17 @@ class Ranks:
             for environment in environments
         ]
 
+    def until_ready(self) -> None:
+        """Wait for the first line of each."""
+        for process in self.processes:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("ready")
+
     def end(self) -> list[tuple[int, str, str]]:
         """Of each: exit status, standard output and standard error."""
         if not self.said:
             self.said = [process.communicate(timeout=LIMIT_S) for process in self.processes]
         return [(p.returncode, *both) for p, both in zip(self.processes, self.said, strict=True)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def plain(size: int, **more: str) -> list[Mapping[str, str]]:
@@ -212,9 +213,7 @@ def test_a_job_may_have_one_rank() -> None:
 def test_signals_to_everything_of_a_job_end_only_its_ranks() -> None:
     environments = plain(2)
     ranks = Ranks(WAIT.replace("BEFORE", "pass"), environments)
-    for process in ranks.processes:
-        assert process.stdout is not None
-        process.stdout.readline()
+    ranks.until_ready()
     for pid in helper_pids(environments[0]["PYCOLL_KEY"]):
         os.kill(pid, signal.SIGUSR1)
         os.kill(pid, signal.SIGTERM)
@@ -234,9 +233,7 @@ def test_the_end_of_what_serves_the_job_is_told(which: str) -> None:
     environments = plain(2)
     key = environments[0]["PYCOLL_KEY"]
     ranks = Ranks(WAIT.replace("BEFORE", "pass"), environments)
-    for process in ranks.processes:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("ready")
+    ranks.until_ready()
     for pid, line in helper_pids(key).items():
         if f"pycoll._launcher.{which}" in line:
             os.kill(pid, signal.SIGKILL)
@@ -339,9 +336,7 @@ def test_the_key_stands_on_no_command_line() -> None:
     environments = plain(2)
     key = environments[0]["PYCOLL_KEY"]
     ranks = Ranks(WAIT.replace("BEFORE", "pass"), environments)
-    for process in ranks.processes:
-        assert process.stdout is not None
-        process.stdout.readline()
+    ranks.until_ready()
     lines = helpers(key)
     assert len(lines) == 2
     assert not any(key[:16] in line for line in lines)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from launcher_jobs import assert_ended
 from patience import PATIENCE
 
 from pycoll._launcher import guardian
@@ -93,20 +93,6 @@ def start() -> Iterator[Callable[..., Started]]:
 
 def shell(n: int, text: str, *options: str) -> list[str]:
     return ["-n", str(n), *options, "--", "sh", "-c", text]
-
-
-def assert_ended(pids: Iterable[int], limit_s: float = 20.0) -> None:
-    deadline = time.monotonic() + limit_s
-    for pid in pids:
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
-            ready, _, _ = select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"process {pid} is still there"
-        finally:
-            os.close(pidfd)
 
 
 def daemons(folder: Path, count: int) -> list[int]:

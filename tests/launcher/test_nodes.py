@@ -99,11 +99,17 @@ def test_a_rank_that_fails_ends_all_nodes(nodes: Any, script: Any) -> None:
     assert [job.end(node)[0] for node in (1, 2)] == [0, 0]
 
 
-def test_a_node_that_is_ended_is_named_at_once(nodes: Any, script: Any) -> None:
+def two_that_wait(nodes: Any, script: Any) -> tuple[Any, Any]:
+    """A job of two nodes whose ranks are there, and its script."""
     job, path = nodes(2), script(WAIT)
     for node in range(2):
         job.start(node, "-n", "2", path)
     until("ready", job.processes[0], 2)
+    return job, path
+
+
+def test_a_node_that_is_ended_is_named_at_once(nodes: Any, script: Any) -> None:
+    job, _ = two_that_wait(nodes, script)
     job.processes[1].terminate()
     status, _, err = job.end(0)
     assert status == 1, err
@@ -137,10 +143,7 @@ print("saved", comm.rank, flush=True)
 
 
 def test_a_node_that_is_killed_takes_only_its_own_ranks_along(nodes: Any, script: Any) -> None:
-    job, path = nodes(2), script(WAIT)
-    for node in range(2):
-        job.start(node, "-n", "2", path)
-    until("ready", job.processes[0], 2)
+    job, _ = two_that_wait(nodes, script)
     job.processes[1].kill()  # its guardian sweeps, and both nodes are on this machine
     status, _, err = job.end(0)
     assert status == 1, err
@@ -149,20 +152,14 @@ def test_a_node_that_is_killed_takes_only_its_own_ranks_along(nodes: Any, script
 
 
 def test_the_end_of_node_0_ends_the_others(nodes: Any, script: Any) -> None:
-    job, path = nodes(2), script(WAIT)
-    for node in range(2):
-        job.start(node, "-n", "2", path)
-    until("ready", job.processes[0], 2)
+    job, _ = two_that_wait(nodes, script)
     job.processes[0].kill()
     status, _, err = job.end(1)
     assert (status, err) == (1, "pycoll-run: node 1: node 0 is gone, or a signal has ended this\n")
 
 
 def test_a_node_that_is_there_already_is_named(nodes: Any, script: Any) -> None:
-    job, path = nodes(2), script(WAIT)
-    for node in range(2):
-        job.start(node, "-n", "2", path)
-    until("ready", job.processes[0], 2)
+    job, path = two_that_wait(nodes, script)
     one = job.processes.pop(1)
     try:
         job.start(1, "-n", "2", path)

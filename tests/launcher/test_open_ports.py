@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 from launcher_jobs import started
-from node_jobs import LIMIT_S, free_port, until_listening
+from node_jobs import LIMIT_S, until_listening
 from port_strangers import SILENT, Recorder, Strangers
 
 from pycoll._launcher import reach
 from pycoll._launcher.reach import Doorman, HostAddresses, reach_all
+from pycoll._support.environment import free_port
 
 TOGETHER = """
 import os, sys, pycoll
