@@ -72,8 +72,10 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return BFLOAT16 if name == "bfloat16" and BFLOAT16 else np.dtype(name)
 
 
-def values(rng: Random, dtype: str, shape: tuple[int, ...], op: object) -> Array:
-    """Random values whose reduction is exact in every order."""
+def values(
+    rng: Random, dtype: str, shape: tuple[int, ...], op: object, exact: bool = True
+) -> Array:
+    """Random values; `exact`: such that their reduction is exact in every order."""
     if dtype in MOVING:
         return rng.integers(0, 100, shape).astype(dtype)
     if dtype == "bool":
@@ -82,6 +84,11 @@ def values(rng: Random, dtype: str, shape: tuple[int, ...], op: object) -> Array
         limits = np.iinfo(dtype)
         drawn = rng.integers(limits.min, limits.max, shape, dtype, endpoint=True)
         return np.asarray(drawn, dtype)
+    if not exact:
+        drawn = rng.standard_normal(shape, np.float32)
+        if dtype in COMPLEXES:
+            drawn = drawn + 1j * rng.standard_normal(shape, np.float32)
+        return np.asarray(drawn).astype(dtype_of(dtype))
     if op == "prod":
         drawn = rng.choice([1, -1, 2, 0.5], shape)
     else:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy_oracle import ALL, COMPLEXES, FLOATS, INTS, UFUNCS, Array, Random, dtype_of, reduced
+from numpy_oracle import ALL, FLOATS, UFUNCS, Array, dtype_of, reduced, values
 
 Comm = Any
 Version = tuple[Callable[[], Any], bytes | None]  # a call; the bytes of what it returns, or None
@@ -26,22 +26,6 @@ KINDS: dict[str, tuple[int, float, int, int]] = {
 
 "short" are calls that the core makes without Python. Messages, objects and other algorithms are
 for scripts/fuzz_programs."""
-
-# --- values -----------------------------------------------------------------------------------
-
-
-def values(rng: Random, dtype: str, shape: tuple[int, ...]) -> Array:
-    """Random values, whose sums and products depend on the order."""
-    if dtype == "bool":
-        return rng.integers(0, 2, shape).astype(bool)
-    if dtype in INTS:
-        limits = np.iinfo(dtype)
-        return np.asarray(rng.integers(limits.min, limits.max, shape, dtype, endpoint=True))
-    drawn = rng.standard_normal(shape, np.float32)
-    if dtype in COMPLEXES:
-        drawn = drawn + 1j * rng.standard_normal(shape, np.float32)
-    return np.asarray(drawn).astype(dtype_of(dtype))
-
 
 # --- cases: each the same on all ranks -------------------------------------------------------
 
@@ -77,7 +61,7 @@ class Draw:
         return (count,)
 
     def of_all(self, dtype: str, shape: tuple[int, ...]) -> list[Array]:
-        return [values(self.rng, dtype, shape) for _ in range(self.comm.size)]
+        return [values(self.rng, dtype, shape, None, exact=False) for _ in range(self.comm.size)]
 
 
 def strided(x: Array) -> Array:
