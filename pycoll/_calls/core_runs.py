@@ -21,7 +21,7 @@ from pycoll._runtime.envelope import COLLECTIVE, KIND_COLLECTIVE, readable
 from pycoll._runtime.external import External, ExternalSchedule
 from pycoll._runtime.scratch import new_bytes
 from pycoll._support.lazy_import import LazyModule
-from pycoll._transports._core import Run, StepTable, float_control, with_floats
+from pycoll._transports._core import CompiledPlan, Run, float_control, with_floats
 from pycoll._transports.base import Operation, Parts, Withdrawn
 from pycoll._transports.core import NO_VALUE, REFUSED
 from pycoll.errors import Error, MismatchError
@@ -87,7 +87,7 @@ class CoreRun(Operation):
         group: Group,
         call: bytes,
         address: tuple[int, int],
-        table: StepTable,
+        table: CompiledPlan,
         schedule: Schedule | ExternalSchedule,
         binding: Binding,
         segments: int,
@@ -468,8 +468,8 @@ def why_failed(group: Group, text: str, ended: Status) -> BaseException | None:
     return context.gone.get(status - 1) or engine.transport.error_of(status)
 
 
-def table_of(schedule: Schedule | ExternalSchedule, size: int, num_chunks: int) -> StepTable:
-    return StepTable(size, num_chunks, steps_of(schedule))
+def table_of(schedule: Schedule | ExternalSchedule, size: int, num_chunks: int) -> CompiledPlan:
+    return CompiledPlan(size, num_chunks, steps_of(schedule))
 
 
 def steps_of(schedule: Schedule | ExternalSchedule) -> list[tuple[Any, ...]]:

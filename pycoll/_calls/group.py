@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pycoll._selection import select
     from pycoll._selection.agreed import Agreed
     from pycoll._selection.select import Query, Selector
-    from pycoll._transports._core import StepTable
+    from pycoll._transports._core import CompiledPlan
     from pycoll.schedule import Schedule
     from pycoll.schedules import reordered
 else:
@@ -103,7 +103,7 @@ class Group:
         self.context.on_cuda_ipc = lambda context, arrival: cuda_ipc.heard(engine, context, arrival)
         self._from_world = {world: rank for rank, world in enumerate(self.members)}
         self._schedules: OrderedDict[tuple[str, str, int], Schedule] = OrderedDict()
-        self._tables: dict[tuple[object, ...], tuple[Schedule, StepTable]] = {}
+        self._tables: dict[tuple[object, ...], tuple[Schedule, CompiledPlan]] = {}
         self._choices: dict[tuple[object, ...], Choice] = {}
         self._selector: Selector | None = None
         self._generation = 0
@@ -314,7 +314,7 @@ class Group:
             self, call, address, table, steps, binding, choice.segments, granule
         )
 
-    def _table(self, how: How, schedule: Schedule, num_chunks: int) -> StepTable:
+    def _table(self, how: How, schedule: Schedule, num_chunks: int) -> CompiledPlan:
         """Return a schedule as the core runs it, compiled once."""
         collective, choice, *root = how
         key = collective, choice.name, *root

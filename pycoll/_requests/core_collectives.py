@@ -244,9 +244,8 @@ class CompiledPlans:
         steps = core_runs.steps_of(group.schedule(collective, choice.name, *roots))
         reduction = core_runs.reduction_of(binding)
         text = plan.text.encode()
-        return CompiledPlan(
-            group.size, steps, places, text, reduction, choice.segments, bound.granule
-        )
+        how = steps, places, text, reduction, choice.segments, bound.granule
+        return CompiledPlan(group.size, len(places), *how)
 
     def expected(
         self, name: str, text: bytes, root: int, came: Announcement
@@ -276,7 +275,7 @@ class CompiledPlans:
         value = conversion.wrap(x if is_root else result)
         if value is None:  # no array off root: anything may come
             steps = self._announcing(root), False, None, -1, self._most(b""), 0, None
-            return CompiledPlan(group.size, [], [], text, core_runs.NO_REDUCTION, 1, 1, steps)
+            return CompiledPlan(group.size, 0, [], [], text, core_runs.NO_REDUCTION, 1, 1, steps)
         if name == "broadcast":
             came = rooted.of_broadcast(group, message_steps.Outgoing(x), algorithm)
         elif is_root:
@@ -323,9 +322,8 @@ class CompiledPlans:
         said = self._announcing(root), source is not None, head, inline, self._most(head)
         steps = core_runs.steps_of(group.schedule(name, choice.name, root))
         said = *said, dtype, shape
-        return CompiledPlan(
-            group.size, steps, places, text, core_runs.NO_REDUCTION, choice.segments, 1, said
-        )
+        how = steps, places, text, core_runs.NO_REDUCTION, choice.segments, 1, said
+        return CompiledPlan(group.size, len(places), *how)
 
     def _announcing(self, root: int) -> list[tuple[Any, ...]]:
         collective, choice = rooted.ANNOUNCING

@@ -223,7 +223,8 @@ class Context(Inbox):
 
     def newest_call(self) -> bytes:
         """Return the call by messages that has begun last; empty: there was none."""
-        return next(iter(self.core.newest().values()), b"")
+        calls = self.recent_calls()
+        return calls[max(calls)] if calls else b""
 
     def last_call(self) -> LastCall:
         """Return what to tell of the last call."""

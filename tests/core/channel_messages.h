@@ -157,28 +157,20 @@ static uint64_t read_header(struct rank *rank, int peer, const void *header, siz
     return number;
 }
 
-static void arrived(void *owner, int peer, const void *header, size_t header_nbytes,
-                    const void *payload, size_t nbytes) {
-    struct event *event =
-        note(owner, ARRIVED, peer, read_header(owner, peer, header, header_nbytes), nbytes);
-    memcpy(event->copy, payload, nbytes);
-    event->payload = event->copy;
-    event->nbytes = nbytes;
-}
-static void arrived_in_block(void *owner, int peer, const void *header, size_t header_nbytes,
-                             const unsigned char *payload, size_t nbytes,
-                             const struct pc_block *block) {
-    struct event *event =
-        note(owner, ARRIVED_IN_BLOCK, peer, read_header(owner, peer, header, header_nbytes), 0);
-    event->payload = payload;
-    event->nbytes = nbytes;
-    event->block = *block;
-    counts[IN_BLOCK]++;
-}
-static void offered(void *owner, int peer, const void *header, size_t header_nbytes,
-                    const struct pc_offer *offer) {
-    note(owner, OFFERED_TO, peer, read_header(owner, peer, header, header_nbytes), 0)->offer =
-        *offer;
+static void came(void *owner, const struct pc_came *came) {
+    bool is_short = came->kind == PC_EAGER;
+    enum what what = is_short                 ? ARRIVED
+                     : came->kind == PC_READY ? OFFERED_TO
+                                              : ARRIVED_IN_BLOCK;
+    uint64_t number = read_header(owner, came->peer, came->header, came->header_nbytes);
+    struct event *event = note(owner, what, came->peer, number, is_short ? came->nbytes : 0);
+    event->payload = is_short ? event->copy : came->payload;
+    event->nbytes = came->nbytes;
+    event->block = came->block;
+    event->offer = came->offer;
+    if (is_short)
+        memcpy(event->copy, came->payload, came->nbytes);
+    counts[IN_BLOCK] += what == ARRIVED_IN_BLOCK;
 }
 static void sent(void *owner, uint64_t id) { note(owner, SENT, -1, id, 0); }
 static void cancelled(void *owner, int peer, uint64_t id) { note(owner, CANCELLED, peer, id, 0); }
@@ -199,7 +191,6 @@ static void release(void *owner, void *memory) {
     give_back(memory);
 }
 
-static const struct pc_channel_up up = {arrived,  arrived_in_block, offered, sent, cancelled,
-                                        received, withdrawn,        bye,     lost, release,
-                                        NULL};
+static const struct pc_channel_up up = {came,      sent, cancelled, received,
+                                        withdrawn, bye,  lost,      release};
 #endif

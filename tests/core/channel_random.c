@@ -96,7 +96,7 @@ static void accept_offer(struct rank *rank, struct message *message, const struc
     receive->peer = message->source;
     receive->into = place->memory;
     receive->owner = place;
-    receive->handle = pc_channel_add_receive(&rank->channel, receive);
+    receive->handle = pc_table_add(&rank->channel.receives, receive);
     uint64_t handle = receive->handle;
     int status = pc_channel_accept(&rank->channel, receive, offer);
     if (status > 0) {

@@ -23,12 +23,12 @@ PyObject *pc_claim_request(PyObject *module, PyObject *request);
 
 PyTypeObject *pc_engine_type, *pc_context_type, *pc_send_type, *pc_receive_type, *pc_piece_type,
     *pc_scratch_type, *pc_started_type, *pc_request_type, *pc_both_type, *pc_persistent_type,
-    *pc_plan_type, *pc_table_type, *pc_memory_type, *pc_collective_type, *pc_comm_type;
+    *pc_plan_type, *pc_memory_type, *pc_collective_type, *pc_comm_type;
 
 extern PyType_Spec pc_guard_spec, pc_engine_spec, pc_parker_spec, pc_context_spec, pc_send_spec,
     pc_receive_spec, pc_piece_spec, pc_scratch_spec, pc_started_spec, pc_request_spec, pc_both_spec,
-    pc_persistent_spec, pc_several_spec, pc_messages_spec, pc_plan_spec, pc_table_spec,
-    pc_memory_spec, pc_composed_spec, pc_collective_spec, pc_collectives_spec;
+    pc_persistent_spec, pc_several_spec, pc_messages_spec, pc_plan_spec, pc_memory_spec,
+    pc_composed_spec, pc_collective_spec, pc_collectives_spec, pc_comm_spec;
 
 /* The types, each behind its base. */
 static const struct {
@@ -38,6 +38,7 @@ static const struct {
 } types[] = {
     {NULL, &pc_host_spec, NULL, NULL},
     {NULL, &pc_guard_spec, NULL, NULL},
+    {NULL, &pc_comm_spec, &pc_comm_type, NULL},
     {NULL, &pc_engine_spec, &pc_engine_type, NULL},
     {NULL, &pc_parker_spec, NULL, NULL},
     {NULL, &pc_context_spec, &pc_context_type, NULL},
@@ -52,7 +53,6 @@ static const struct {
     {NULL, &pc_several_spec, NULL, NULL},
     {"Messages", &pc_messages_spec, NULL, NULL},
     {NULL, &pc_plan_spec, &pc_plan_type, NULL},
-    {NULL, &pc_table_spec, &pc_table_type, NULL},
     {NULL, &pc_memory_spec, &pc_memory_type, NULL},
     {NULL, &pc_composed_spec, NULL, NULL},
     {NULL, &pc_collective_spec, &pc_collective_type, &pc_started_type},
@@ -76,7 +76,7 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTyp
 static int execute(PyObject *module) {
     pc_shared_init();
     pc_guard_init();
-    int status = add_type(module, NULL, pc_comm_spec(), NULL, &pc_comm_type);
+    int status = 0;
     for (size_t index = 0; status == 0 && index < sizeof types / sizeof *types; index++)
         status = add_type(module, types[index].name, types[index].spec,
                           types[index].base != NULL ? *types[index].base : NULL,

@@ -7,13 +7,6 @@
 #include <sys/random.h>
 #include <unistd.h>
 
-uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_channel_receive *receive) {
-    return pc_table_add(&channel->receives, receive);
-}
-void pc_channel_remove_receive(pc_channel *channel, uint64_t handle) {
-    pc_table_remove(&channel->receives, handle);
-}
-
 bool pc_channel_list_add(struct pc_channel_list *list, uint64_t number) {
     if (list->count == list->size) {
         uint32_t size = list->size == 0 ? 16 : list->size * 2;

@@ -161,17 +161,25 @@ struct pc_channel_list { /* numbers of what progress has to look at */
     uint32_t count, size;
 };
 
+/* A message that has come. */
+struct pc_came {
+    /* PC_EAGER; PC_EAGER_HEAP: its payload is in a block; PC_PUSHED: `pc_channel_tell` with
+       PC_FINISHED and its id must follow when it is used, or dropped; PC_READY: it is offered */
+    enum pc_channel_kind kind;
+    int peer;
+    const void *header;
+    size_t header_nbytes;
+    const unsigned char *payload; /* NULL: it is offered */
+    size_t nbytes;
+    struct pc_block block;
+    struct pc_offer offer; /* of one that is pushed only the id */
+};
+
 /* What is told to the caller, in the order in which it happens: all but `release` by progress
    alone. A pointer is good for the call only, but a block is the caller's until
    `pc_channel_consume`. */
 struct pc_channel_up {
-    void (*arrived)(void *owner, int peer, const void *header, size_t header_nbytes,
-                    const void *payload, size_t nbytes);
-    void (*arrived_in_block)(void *owner, int peer, const void *header, size_t header_nbytes,
-                             const unsigned char *payload, size_t nbytes,
-                             const struct pc_block *block);
-    void (*offered)(void *owner, int peer, const void *header, size_t header_nbytes,
-                    const struct pc_offer *offer);
+    void (*came)(void *owner, const struct pc_came *came);
     void (*sent)(void *owner, uint64_t id);
     void (*cancelled)(void *owner, int peer, uint64_t id);
     void (*received)(void *owner, uint64_t handle);
@@ -179,9 +187,6 @@ struct pc_channel_up {
     void (*bye)(void *owner, int peer);
     void (*lost)(void *owner, int peer);
     void (*release)(void *owner, void *memory); /* the owner of memory that is used no more */
-    /* `pc_channel_tell` with PC_FINISHED and the id must follow when it is used, or dropped. */
-    void (*pushed)(void *owner, int peer, const void *header, size_t header_nbytes,
-                   const void *payload, size_t nbytes, uint64_t id);
 };
 
 typedef struct pc_channel {
@@ -216,8 +221,6 @@ void pc_channel_send_unasked(pc_channel *channel, struct pc_channel_send *send);
 struct pc_channel_send *pc_channel_first_asked(pc_channel *channel, int rank);
 bool pc_channel_list_add(struct pc_channel_list *list, uint64_t number);
 void pc_channel_list_remove(struct pc_channel_list *list, uint64_t number);
-uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_channel_receive *receive);
-void pc_channel_remove_receive(pc_channel *channel, uint64_t handle);
 /* `channel` has host, up, owner, limits, single_copy, and else zeros. 0, or an errno; E2BIG: the
    host has too many ranks. It is to be freed whatever the result. */
 int pc_channel_open(pc_channel *channel);

@@ -189,7 +189,7 @@ void pc_channel_receive_end(pc_channel *channel, struct pc_channel_receive *rece
     pc_channel_list_remove(&channel->receiving, receive->handle);
     if (receive->by_id.at != NULL)
         pc_chains_remove(&channel->receives_by_id, &receive->by_id);
-    pc_channel_remove_receive(channel, receive->handle);
+    pc_table_remove(&channel->receives, receive->handle);
     release(channel, receive->owner);
     free(receive->table);
     free(receive);
@@ -220,11 +220,14 @@ static int handle_eager(pc_channel *channel, int rank, struct pc_item *item, siz
     size_t header_nbytes = pc_item_header(item), nbytes = item->nbytes;
     struct pc_peer *peer = &channel->peers[rank];
     uint32_t kind = pc_item_kind(item);
+    struct pc_came came = {
+        .kind = PC_EAGER, .peer = rank, .header_nbytes = header_nbytes, .nbytes = nbytes};
     if (kind == PC_EAGER) {
         if (header_nbytes + nbytes > room)
             return -2;
-        channel->up->arrived(channel->owner, rank, item->body, header_nbytes,
-                             item->body + header_nbytes, nbytes);
+        came.header = item->body;
+        came.payload = item->body + header_nbytes;
+        channel->up->came(channel->owner, &came);
         return 0;
     }
     struct pc_block block;
@@ -233,11 +236,12 @@ static int handle_eager(pc_channel *channel, int rank, struct pc_item *item, siz
     unsigned char *memory = pc_channel_block_at(peer, &block, before + nbytes);
     if (memory == NULL || (kind == PC_EAGER_HEAP && header_nbytes > room - sizeof block))
         return -2;
-    const unsigned char *header = item->body + sizeof block;
-    if (kind == PC_EAGER_WHOLE)
-        header = memory + sizeof(struct pc_filling);
-    channel->up->arrived_in_block(channel->owner, rank, header, header_nbytes, memory + before,
-                                  nbytes, &block);
+    came.kind = PC_EAGER_HEAP;
+    came.header = kind == PC_EAGER_HEAP ? item->body + sizeof block
+                                        : memory + sizeof(struct pc_filling);
+    came.payload = memory + before;
+    came.block = block;
+    channel->up->came(channel->owner, &came);
     return 0;
 }
 
@@ -257,7 +261,12 @@ static int handle_ready(pc_channel *channel, int rank, struct pc_item *item, siz
     }
     if (header == NULL || offer.transfer >= PC_TRANSFERS || offer.nbytes > PTRDIFF_MAX)
         return -2;
-    channel->up->offered(channel->owner, rank, header, header_nbytes, &offer);
+    channel->up->came(channel->owner, &(struct pc_came){.kind = PC_READY,
+                                                        .peer = rank,
+                                                        .header = header,
+                                                        .header_nbytes = header_nbytes,
+                                                        .nbytes = offer.nbytes,
+                                                        .offer = offer});
     if (whole) {
         pc_block_give_back(peer->heap, &block);
         pc_host_wake(channel->host, rank);
@@ -274,8 +283,13 @@ static int handle_pushed(pc_channel *channel, int rank, struct pc_item *item, si
     if (pushed.nbytes > room - sizeof pushed - header_nbytes)
         return -2;
     const unsigned char *payload = item->body + sizeof pushed;
-    channel->up->pushed(channel->owner, rank, payload + pushed.nbytes, header_nbytes, payload,
-                        (size_t)pushed.nbytes, pushed.id);
+    channel->up->came(channel->owner, &(struct pc_came){.kind = PC_PUSHED,
+                                                        .peer = rank,
+                                                        .header = payload + pushed.nbytes,
+                                                        .header_nbytes = header_nbytes,
+                                                        .payload = payload,
+                                                        .nbytes = (size_t)pushed.nbytes,
+                                                        .offer.id = pushed.id});
     return 0;
 }
 

@@ -75,9 +75,7 @@ void pc_receive_end(struct pc_engine *engine, struct pc_receive *receive, int st
 }
 
 static void unlink_send(struct pc_send *send) {
-    *send->at = send->next;
-    if (send->next != NULL)
-        send->next->at = send->at;
+    PC_LIST_REMOVE(send);
     send->context = NULL;
 }
 
@@ -417,11 +415,7 @@ int pc_send_start(struct pc_context *context, struct pc_send *send, const void *
     int answer = link->ops->send(link, send, header, header_nbytes, way);
     if (answer == PC_UNDER_WAY) {
         send->context = context;
-        send->next = context->sends;
-        send->at = &context->sends;
-        if (send->next != NULL)
-            send->next->at = &send->next;
-        context->sends = send;
+        PC_LIST_ADD(context->sends, send);
     } else if (answer == PC_SENT) {
         if (send->counted_in != NULL)
             pc_count_sent(send->counted_in, send->peer, send->nbytes);

@@ -91,11 +91,7 @@ static struct pc_context *new_context(struct pc_engine *engine, uint64_t ident, 
     context->num_members = num_members;
     pc_match_open(&context->matching);
     pc_list_clear(&context->taken);
-    context->next = engine->contexts;
-    context->at = &engine->contexts;
-    if (context->next != NULL)
-        context->next->at = &context->next;
-    engine->contexts = context;
+    PC_LIST_ADD(engine->contexts, context);
     return context;
 }
 
@@ -111,9 +107,7 @@ void pc_context_let_go(struct pc_context *context) {
 
 /* Take a context out of the list of all. */
 static void leave_list(struct pc_context *context) {
-    *context->at = context->next;
-    if (context->next != NULL)
-        context->next->at = context->at;
+    PC_LIST_REMOVE(context);
     pc_context_let_go(context);
 }
 
@@ -151,9 +145,7 @@ static struct pc_chained *find(const struct pc_chains *chains, uint64_t ident) {
 
 static void free_unopened(struct pc_engine *engine, struct pc_unopened *unopened) {
     pc_chains_remove(&engine->unopened, &unopened->by_ident);
-    *unopened->at = unopened->next;
-    if (unopened->next != NULL)
-        unopened->next->at = unopened->at;
+    PC_LIST_REMOVE(unopened);
     free(unopened);
 }
 
@@ -266,11 +258,7 @@ static int keep_unopened(struct pc_engine *engine, uint64_t ident, struct pc_mes
         unopened->ident = ident;
         pc_list_clear(&unopened->messages);
         pc_chains_add(&engine->unopened, &unopened->by_ident, pc_hash(ident, 0));
-        unopened->next = engine->first_unopened;
-        unopened->at = &engine->first_unopened;
-        if (unopened->next != NULL)
-            unopened->next->at = &unopened->next;
-        engine->first_unopened = unopened;
+        PC_LIST_ADD(engine->first_unopened, unopened);
     }
     pc_list_append(&unopened->messages, message);
     engine->num_unopened++;

@@ -15,6 +15,8 @@
 #ifndef PC_LINK_H
 #define PC_LINK_H
 
+#include "base/list.h"
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>

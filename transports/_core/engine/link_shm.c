@@ -87,11 +87,7 @@ static inline void take_out(struct pc_shm_queue *queue, struct pc_shm_message *r
 }
 
 static inline void add(struct pc_link_shm *shm, struct pc_shm_message *record) {
-    record->next = shm->messages;
-    record->at = &shm->messages;
-    if (record->next != NULL)
-        record->next->at = &record->next;
-    shm->messages = record;
+    PC_LIST_ADD(shm->messages, record);
 }
 
 static inline void remove_offer(struct pc_link_shm *shm, struct pc_shm_message *record) {
@@ -112,9 +108,7 @@ static void drop(struct pc_link_shm *shm, struct pc_shm_message *record) {
         record->is_over = true;
         return;
     }
-    *record->at = record->next;
-    if (record->next != NULL)
-        record->next->at = record->at;
+    PC_LIST_REMOVE(record);
     free(record);
 }
 
@@ -223,7 +217,7 @@ static int shm_accept(struct pc_link *link, struct pc_message *message, void *in
         return PC_WITHDRAWN;
     }
     struct pc_channel_receive *receive = calloc(1, sizeof *receive);
-    uint64_t handle = receive != NULL ? pc_channel_add_receive(&shm->channel, receive) : 0;
+    uint64_t handle = receive != NULL ? pc_table_add(&shm->channel.receives, receive) : 0;
     if (handle == 0) {
         free(receive);
         return -ENOMEM;
@@ -387,9 +381,7 @@ static void came(struct pc_link_shm *shm, struct pc_shm_message *what) {
             return;
         }
         remove_offer(shm, record);
-        *record->at = record->next;
-        if (record->next != NULL)
-            record->next->at = record->at;
+        PC_LIST_REMOVE(record);
         free(shm->spare);
         shm->spare = record;
         shm->spare_nbytes = room;
@@ -476,47 +468,19 @@ static bool tell_ends(struct pc_link_shm *shm) {
 
 /* --- what the channel tells ------------------------------------------------------------------- */
 
-static void arrived(void *owner, int peer, const void *header, size_t header_nbytes,
-                    const void *payload, size_t nbytes) {
-    came(owner, &(struct pc_shm_message){.state = SHM_EAGER,
-                                         .peer = peer,
-                                         .header = header,
-                                         .header_nbytes = header_nbytes,
-                                         .payload = payload,
-                                         .nbytes = nbytes});
-}
-
-static void pushed(void *owner, int peer, const void *header, size_t header_nbytes,
-                   const void *payload, size_t nbytes, uint64_t id) {
-    came(owner, &(struct pc_shm_message){.state = SHM_PUSHED,
-                                         .peer = peer,
-                                         .header = header,
-                                         .header_nbytes = header_nbytes,
-                                         .payload = payload,
-                                         .nbytes = nbytes,
-                                         .offer.id = id});
-}
-
-static void arrived_in_block(void *owner, int peer, const void *header, size_t header_nbytes,
-                             const unsigned char *payload, size_t nbytes,
-                             const struct pc_block *block) {
-    came(owner, &(struct pc_shm_message){.state = SHM_BLOCK,
-                                         .peer = peer,
-                                         .header = header,
-                                         .header_nbytes = header_nbytes,
-                                         .payload = payload,
-                                         .nbytes = nbytes,
-                                         .block = *block});
-}
-
-static void offered(void *owner, int peer, const void *header, size_t header_nbytes,
-                    const struct pc_offer *offer) {
-    came(owner, &(struct pc_shm_message){.state = SHM_OFFERED,
-                                         .peer = peer,
-                                         .header = header,
-                                         .header_nbytes = header_nbytes,
-                                         .nbytes = offer->nbytes,
-                                         .offer = *offer});
+static void told_of(void *owner, const struct pc_came *what) {
+    static const enum shm_state states[] = {[PC_EAGER] = SHM_EAGER,
+                                            [PC_EAGER_HEAP] = SHM_BLOCK,
+                                            [PC_PUSHED] = SHM_PUSHED,
+                                            [PC_READY] = SHM_OFFERED};
+    came(owner, &(struct pc_shm_message){.state = states[what->kind],
+                                         .peer = what->peer,
+                                         .header = what->header,
+                                         .header_nbytes = what->header_nbytes,
+                                         .payload = what->payload,
+                                         .nbytes = what->nbytes,
+                                         .block = what->block,
+                                         .offer = what->offer});
 }
 
 static void sent(void *owner, uint64_t id) {
@@ -578,9 +542,8 @@ static void lost(void *owner, int peer) { lose(owner, peer, true); }
 /* The memory is that of the engine's callers. */
 static void release(void *owner, void *memory) { (void)owner, (void)memory; }
 
-static const struct pc_channel_up shm_up = {arrived,  arrived_in_block, offered, sent, cancelled,
-                                            received, withdrawn,        bye,     lost, release,
-                                            pushed};
+static const struct pc_channel_up shm_up = {told_of,   sent, cancelled, received,
+                                            withdrawn, bye,  lost,      release};
 
 /* --- the direct way --------------------------------------------------------------------------- */
 

@@ -5,8 +5,8 @@
 #include <stdlib.h>
 
 bool pc_pipeline_prepare(struct pc_pipeline *pipeline) {
-    uint32_t most = pipeline->num_segments < PC_SEGMENTS_IN_FLIGHT ? pipeline->num_segments
-                                                                   : PC_SEGMENTS_IN_FLIGHT;
+    uint32_t count = pipeline->like.num_segments;
+    uint32_t most = count < PC_SEGMENTS_IN_FLIGHT ? count : PC_SEGMENTS_IN_FLIGHT;
     pipeline->most = most;
     pipeline->runs = most == 1 ? &pipeline->one : calloc(most, sizeof *pipeline->runs);
     return pipeline->runs != NULL;
@@ -43,28 +43,17 @@ static void run_asked(struct pc_run *run) {
 /* As many segments as may be under way; and so again whenever one has ended. */
 void pc_pipeline_start(struct pc_pipeline *pipeline) {
     pipeline->filling = true;
-    while (pipeline->status == 0 && pipeline->next < pipeline->num_segments &&
+    while (pipeline->status == 0 && pipeline->next < pipeline->like.num_segments &&
            pipeline->in_flight < pipeline->most) {
         struct pc_run *run = pipeline->runs;
         while (run->owner != NULL)
             run++;
-        *run = (struct pc_run){.table = pipeline->table,
-                               .places = pipeline->places,
-                               .reduction = pipeline->reduction,
-                               .source = pipeline->source,
-                               .target = pipeline->target,
-                               .source_keeper = pipeline->source_keeper,
-                               .target_keeper = pipeline->target_keeper,
-                               .call = pipeline->call,
-                               .subcall = (uint16_t)(pipeline->first_subcall + pipeline->next),
-                               .segment = pipeline->next,
-                               .num_segments = pipeline->num_segments,
-                               .granule = pipeline->granule,
-                               .grown = pipeline->grown,
-                               .asked = pipeline->asked != NULL ? run_asked : NULL,
-                               .ended = run_ended,
-                               .owner = pipeline};
-        pipeline->next++;
+        *run = pipeline->like;
+        run->subcall += (uint16_t)pipeline->next;
+        run->segment = pipeline->next++;
+        run->asked = pipeline->asked != NULL ? run_asked : NULL;
+        run->ended = run_ended;
+        run->owner = pipeline;
         pipeline->in_flight++;
         if (!pc_run_start(pipeline->context, run)) {
             run->owner = NULL;

@@ -14,18 +14,10 @@
 /* The caller sets the first block, and all else to zero. Its memory, table and places are the
    caller's. */
 struct pc_pipeline {
-    const struct pc_schedule *table;
-    const struct pc_chunk_place *places; /* by chunk */
-    struct pc_reduction reduction;
-    const void *source; /* as of a run */
-    void *source_keeper, *target_keeper;
-    void *target;
-    struct pc_called *call;
+    /* What its runs have, but for segment, functions and owner: the first subcall, and 1 segment at
+       least; of a single one `grown`. */
+    struct pc_run like;
     struct pc_context *context;
-    uint16_t first_subcall;
-    uint32_t num_segments; /* 1 at least */
-    size_t granule;
-    struct pc_grown *grown;                      /* as of a run; of a single segment */
     /* as of a run: `pc_pipeline_next_asked` says what */
     void (*asked)(struct pc_pipeline *pipeline);
     /* the last that is done with it; perhaps before the start returns */
@@ -40,7 +32,7 @@ struct pc_pipeline {
     bool filling;
 };
 
-/* Get its memory, for `num_segments`. False: there is none. */
+/* Get its memory, for all segments. False: there is none. */
 bool pc_pipeline_prepare(struct pc_pipeline *pipeline);
 /* Start what was prepared, and has a call and a context. It ends in any case. */
 void pc_pipeline_start(struct pc_pipeline *pipeline);

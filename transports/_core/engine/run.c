@@ -43,18 +43,12 @@ static inline struct pc_moved *new_move(struct pc_run *run, uint32_t step, bool 
     move->run = run;
     move->step = step;
     move->is_send = is_send;
-    move->next = run->moves;
-    move->at = &run->moves;
-    if (move->next != NULL)
-        move->next->at = &move->next;
-    run->moves = move;
+    PC_LIST_ADD(run->moves, move);
     return move;
 }
 
 static inline void free_move(struct pc_moved *move) {
-    *move->at = move->next;
-    if (move->next != NULL)
-        move->next->at = move->at;
+    PC_LIST_REMOVE(move);
     if (move->parts != &move->one)
         free(move->parts);
     if (!move->is_send)
@@ -120,7 +114,7 @@ static inline void settle(struct pc_run *run, struct pc_run_chunk *chunk) {
     }
 }
 
-static inline enum pc_value_place where(const struct pc_run *run, uint32_t number) {
+enum pc_value_place pc_run_where(const struct pc_run *run, uint32_t number) {
     const struct pc_run_chunk *chunk = &run->chunks[number];
     if (chunk->value == NULL)
         return PC_VALUE_NOWHERE;
@@ -135,7 +129,7 @@ static inline struct pc_keeper keeper_of(const struct pc_run *run, uint32_t numb
     const struct pc_run_chunk *chunk = &run->chunks[number];
     const struct pc_chunk_place *place = &run->places[number];
     struct pc_keeper keeper = {NULL, NULL};
-    switch (where(run, number)) {
+    switch (pc_run_where(run, number)) {
     case PC_VALUE_AT_SOURCE:
         if (chunk->parts == NULL)
             keeper.object =
@@ -235,10 +229,6 @@ void pc_run_settle(struct pc_run *run, uint32_t chunk) {
 void *pc_run_take_own(struct pc_run *run) {
     run->own_is_taken = true;
     return run->own;
-}
-
-enum pc_value_place pc_run_where(const struct pc_run *run, uint32_t number) {
-    return where(run, number);
 }
 
 static void drain(struct pc_run *run);

@@ -121,9 +121,9 @@ static int64_t send_eager(struct pc_tcp *tcp, struct pc_tcp_send *send, const vo
     return 0;
 }
 
-/* Start a send of which the payload, or what the receiver will ask for, is taken from its
+/* Of one that is pushed, too: the payload, or what the receiver will ask for, is taken from its
    memory. */
-static int64_t start(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header,
+int64_t pc_tcp_offer(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header,
                      size_t header_nbytes) {
     struct pc_tcp_peer *peer = &tcp->peers[send->peer];
     send->id = pc_table_add(&tcp->sends, send);
@@ -173,12 +173,7 @@ int64_t pc_tcp_send(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *he
     }
     send->pushed = may_push && send->nbytes > tcp->limits.eager &&
                    peer->owed[1] + send->nbytes <= tcp->limits.ahead;
-    return start(tcp, send, header, header_nbytes);
-}
-
-int64_t pc_tcp_offer(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header,
-                     size_t header_nbytes) {
-    return start(tcp, send, header, header_nbytes);
+    return pc_tcp_offer(tcp, send, header, header_nbytes);
 }
 
 void pc_tcp_end_send(struct pc_tcp *tcp, struct pc_tcp_send *send) {

@@ -2,93 +2,42 @@
 #ifndef PC_COLLECTIVE_CALL_H
 #define PC_COLLECTIVE_CALL_H
 
-#include "python/base/py.h"
-
 #include "arrays.h"
 #include "kinds.h"
 #include "memory.h"
+#include "parameters.h"
 #include "reduce/reduce.h"
 
-#include <string.h>
+extern PyObject *pc_op_names[PC_OPS]; /* interned */
 
-enum argument { X, OP, ROOT, OUT, ALGORITHM, TIMEOUT, COUNTS, XS, ARGUMENTS };
-
-extern PyObject *pc_argument_names[ARGUMENTS], *pc_op_names[PC_OPS]; /* interned */
-
-/* The positional parameters of each method, in order. */
-static const signed char positional[PC_METHODS][5] = {
-    [PC_BARRIER] = {-1},
-    [PC_BROADCAST] = {X, ROOT, -1},
-    [PC_REDUCE] = {X, OP, ROOT, OUT, -1},
-    [PC_ALL_REDUCE] = {X, OP, OUT, -1},
-    [PC_GATHER] = {X, ROOT, OUT, -1},
-    [PC_ALL_GATHER] = {X, OUT, -1},
-    [PC_SCATTER] = {X, ROOT, OUT, -1},
-    [PC_REDUCE_SCATTER] = {X, OP, OUT, -1},
-    [PC_ALL_TO_ALL] = {X, OUT, -1},
-    [PC_SCAN] = {X, OP, OUT, -1},
-    [PC_EXSCAN] = {X, OP, OUT, -1},
-    [PC_REDUCE_SCATTERV] = {X, COUNTS, OP, OUT, -1},
-    [PC_GATHERV] = {X, ROOT, OUT, -1},
-    [PC_ALL_GATHERV] = {X, OUT, -1},
-    [PC_SCATTERV] = {XS, ROOT, OUT, -1},
-    [PC_ALL_TO_ALLV] = {XS, OUT, -1},
+/* The parameters of each method, as `parse` takes them. */
+#define OTHERS -1, TIMEOUT, ALGORITHM, -1
+static const signed char parameters[PC_METHODS][8] = {
+    [PC_BARRIER] = {OTHERS},
+    [PC_BROADCAST] = {X, ROOT, OTHERS},
+    [PC_REDUCE] = {X, OP, ROOT, OUT, OTHERS},
+    [PC_ALL_REDUCE] = {X, OP, OUT, OTHERS},
+    [PC_GATHER] = {X, ROOT, OUT, OTHERS},
+    [PC_ALL_GATHER] = {X, OUT, OTHERS},
+    [PC_SCATTER] = {X, ROOT, OUT, OTHERS},
+    [PC_REDUCE_SCATTER] = {X, OP, OUT, OTHERS},
+    [PC_ALL_TO_ALL] = {X, OUT, OTHERS},
+    [PC_SCAN] = {X, OP, OUT, OTHERS},
+    [PC_EXSCAN] = {X, OP, OUT, OTHERS},
+    [PC_REDUCE_SCATTERV] = {X, COUNTS, OP, OUT, OTHERS},
+    [PC_GATHERV] = {X, ROOT, OUT, -1, TIMEOUT, -1},
+    [PC_ALL_GATHERV] = {X, OUT, -1, TIMEOUT, -1},
+    [PC_SCATTERV] = {XS, ROOT, OUT, -1, TIMEOUT, -1},
+    [PC_ALL_TO_ALLV] = {XS, OUT, -1, TIMEOUT, -1},
 };
-
-/* The index of a name, or -1. What stands in a program is interned; a name made while it runs is
-   not. */
-static inline int find_name(PyObject *name, PyObject *const *names, int count) {
-    for (int index = 0; index < count; index++)
-        if (names[index] == name)
-            return index;
-    for (int index = 0; PyUnicode_CheckExact(name) && index < count; index++)
-        if (PyUnicode_Compare(names[index], name) == 0)
-            return index;
-    return -1;
-}
-
-/* Whether a method has this parameter. */
-static inline bool has_parameter(int method, int which) {
-    const signed char *order = positional[method];
-    while (*order >= 0 && *order != which)
-        order++;
-    return *order == which || which == TIMEOUT || (which == ALGORITHM && method < PC_GATHERV);
-}
-
-/* Sort the arguments; false: leave it to Python, also to say what is wrong with them. */
-static inline bool parse(int kind, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                         PyObject **values) {
-    const signed char *order = positional[kind];
-    for (Py_ssize_t index = 0; index < count; index++) {
-        if (order[index] < 0)
-            return false;
-        values[(int)order[index]] = args[index];
-    }
-    if (keywords == NULL)
-        return true;
-    Py_ssize_t num_keywords = PyTuple_Size(keywords);
-    for (Py_ssize_t index = 0; index < num_keywords; index++) {
-        PyObject *keyword = PyTuple_GetItem(keywords, index);
-        int which = find_name(keyword, pc_argument_names, ARGUMENTS);
-        if (which < 0 || values[which] != NULL || !has_parameter(kind, which))
-            return false;
-        values[which] = args[count + index];
-    }
-    return true;
-}
 
 static inline int find_op(PyObject *op) {
     return op == NULL ? PC_SUM : find_name(op, pc_op_names, PC_OPS);
 }
 
 static inline int find_root(PyObject *root, int size) {
-    if (root == NULL)
-        return 0;
-    if (!PyLong_CheckExact(root))
-        return -1;
-    int overflow;
-    long value = PyLong_AsLongAndOverflow(root, &overflow);
-    return overflow == 0 && value >= 0 && value < size ? (int)value : -1;
+    long value = root == NULL ? 0 : small_int(root, 0, -1);
+    return value < size ? (int)value : -1;
 }
 
 static inline bool dims_equal(int ndim, const intptr_t *one, const intptr_t *two) {
@@ -134,8 +83,6 @@ static inline bool out_fits(int size, int rank, int kind, const struct pc_array 
     default: return false;
     }
 }
-
-static inline bool is_none(PyObject *value) { return value == NULL || value == Py_None; }
 
 /* What a call takes: an array, or a number to be reduced. */
 static inline int value_of(int kind, int op, PyObject *x, struct pc_array *value) {

@@ -484,8 +484,9 @@ size_t pc_kind_of_other(const struct pc_array *memory, char *to) {
     return length;
 }
 
-bool pc_kind_is_known(const void *kind, size_t length, int dtype, int ndim,
-                      const struct pc_library **library, char *format) {
+/* Whether arrays of this kind can be made here, and how. */
+static bool is_known(const void *kind, size_t length, int dtype, int ndim,
+                     const struct pc_library **library, char *format) {
     *library = NULL;
     if (length == 5 && memcmp(kind, "numpy", 5) == 0)
         return pc_array_itemsize(dtype) != 0;
@@ -503,6 +504,24 @@ bool pc_kind_is_known(const void *kind, size_t length, int dtype, int ndim,
                (known->form == DLPACK || dtype != PC_BFLOAT16);
     }
     return false;
+}
+
+bool pc_read_description(const unsigned char *description, size_t length,
+                         struct pc_described *array) {
+    size_t kind_nbytes = length >= 3 ? description[1] : 0;
+    if (length < 3 || description[2] > PC_DESCRIBED_DIMS ||
+        length != 3 + kind_nbytes + 8 * (size_t)description[2])
+        return false;
+    array->dtype = description[0];
+    array->ndim = description[2];
+    array->nbytes = pc_itemsize(array->dtype);
+    memcpy(array->dims, description + 3 + kind_nbytes, 8 * (size_t)array->ndim);
+    for (int axis = 0; axis < array->ndim; axis++)
+        if (array->dims[axis] < 0 ||
+            __builtin_mul_overflow(array->nbytes, (size_t)array->dims[axis], &array->nbytes))
+            return false;
+    return is_known(description + 3, kind_nbytes, array->dtype, array->ndim, &array->library,
+                    &array->format);
 }
 
 /* --- what is made known ----------------------------------------------------------------------- */

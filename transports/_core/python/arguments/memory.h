@@ -3,7 +3,7 @@
    Python's numbers, too. What is not contiguous, not aligned, on a device, or of a type that was
    not made known (`add_library`) is none of them; Python knows what to do with it.
 
-   With the interpreter's lock, but for `pc_kind_is_known`. */
+   With the interpreter's lock, but for `pc_read_description`. */
 #ifndef PC_MEMORY_H
 #define PC_MEMORY_H
 
@@ -96,15 +96,37 @@ PyObject *pc_int_error_text(PyObject *module, PyObject *args);
 /* The kind, as `conversion.py` names it: its length. */
 #define PC_MOST_KIND_NBYTES 12
 size_t pc_kind_of_other(const struct pc_array *memory, char *to);
-static inline size_t pc_kind_of(const struct pc_array *memory, char *to) {
-    if (PC_UNLIKELY(memory->library != NULL))
-        return pc_kind_of_other(memory, to);
-    memcpy(to, "numpy", 5);
-    return 5;
+
+/* What `conversion.describe` writes of an array: code of the dtype, length of the kind's name,
+   dimensions, the name, the shape. Written without so many axes; returns its length. */
+#define PC_DESCRIBED_DIMS 32
+#define PC_LONGEST_DESCRIPTION (3 + PC_MOST_KIND_NBYTES + 8 * PC_DESCRIBED_DIMS)
+static inline uint32_t pc_describe_memory(const struct pc_array *x, int skipped,
+                                          unsigned char *to) {
+    int ndim = x->ndim - skipped;
+    uint32_t kind_nbytes = 5;
+    if (PC_UNLIKELY(x->library != NULL))
+        kind_nbytes = (uint32_t)pc_kind_of_other(x, (char *)to + 3);
+    else
+        memcpy(to + 3, "numpy", 5);
+    to[0] = (unsigned char)x->dtype;
+    to[1] = (unsigned char)kind_nbytes;
+    to[2] = (unsigned char)ndim;
+    for (int axis = 0; axis < ndim; axis++)
+        memcpy(to + 3 + kind_nbytes + 8 * axis, &x->dims[axis + skipped], 8);
+    return 3 + kind_nbytes + 8 * (uint32_t)ndim;
 }
-/* Whether arrays of this kind can be made here, and how. Also without the interpreter's lock. */
-bool pc_kind_is_known(const void *kind, size_t length, int dtype, int ndim,
-                      const struct pc_library **library, char *format);
+/* Read that; false: no array of that kind can be made here, or it is too large. Also without the
+   interpreter's lock. */
+struct pc_described {
+    const struct pc_library *library;
+    char format;
+    int dtype, ndim;
+    intptr_t dims[PC_DESCRIBED_DIMS];
+    size_t nbytes;
+};
+bool pc_read_description(const unsigned char *description, size_t length,
+                         struct pc_described *array);
 
 PyObject *pc_add_library(PyObject *module, PyObject *args);
 

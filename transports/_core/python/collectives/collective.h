@@ -55,11 +55,12 @@ void pc_compiled_free(struct pc_compiled *self);
    none. */
 struct pc_reduction pc_reduction_of(int op, int dtype, int divisor);
 
-/* What calls have in common that are alike. */
+/* What calls have in common that are alike; or the schedule alone, of a part of a call of
+   Python's. */
 typedef struct {
     PyObject_HEAD
     struct pc_compiled way;
-    struct pc_chunk_place *places;
+    struct pc_chunk_place *places; /* NULL: the schedule alone */
     struct pc_announced announced;
     struct pc_reduction reduction;
     unsigned char *text;
@@ -86,27 +87,27 @@ typedef struct {
 struct pc_running {
     PC_STARTED_HEAD(pc_collectives, collectives)
     pc_plan *plan;
+    PyObject *x, *result;                    /* x: or NULL */
+    PyObject *source_keeper, *target_keeper; /* of the memory of these; or NULL */
+    void *source, *target;
+    int number_dtype;           /* the result is a number of that dtype; 0: it is none */
+    union pc_number numbers[2]; /* it, and what this rank gives for it */
+    int reduction;              /* operator that combines numbers */
+    int kind, root;
+    PyObject *algorithm; /* an interned string: that name is found at no other place; or NULL */
+
     struct pc_context *context; /* from its launch to its end: it may be closed meanwhile */
     struct pc_called *call;
     uint64_t number;
-    /* of its segments; of an announced call the first run, before them, is the announcement */
+    /* of its segments, with its status; of an announced call the first run, before them, is the
+       announcement */
     struct pc_pipeline pipeline;
-    PyObject *x, *result;
-    PyObject *source_keeper, *target_keeper; /* of their memory */
-    void *source, *target;
-    int number_dtype;         /* the result is a number of that dtype; 0: it is none */
-    union pc_number numbers[2]; /* it, and what this rank gives for it */
-    int reduction;            /* operator that combines numbers */
     /* of an announced call: its memory, and where that is its one chunk */
     unsigned char *announcement;
     size_t announcement_nbytes;
     struct pc_chunk_place announcement_place;
     bool is_held; /* Python must see the announcement */
-    int kind, root;
-    PyObject *algorithm; /* an interned string: that name is found at no other place; or NULL */
     bool is_launched;
-    int status, from;
-    size_t came, expected;
 };
 
 /* collectives_type.c: let calls like this one, which were made without an array off root, go by
@@ -115,24 +116,9 @@ int pc_collectives_expect(pc_collectives *self, const struct pc_running *like, P
 /* plan_type.c: plans of an earlier generation than this are not used. */
 uint64_t pc_plans_generation(void);
 
-/* What is called. */
-struct pc_collective_call {
-    int kind, root;
-    bool is_blocking;
-    PyObject *algorithm;  /* its name, as `pc_running` has it; or NULL */
-    PyObject *x, *result; /* borrowed, as the name is; x: or NULL */
-    PyObject *source_keeper, *target_keeper; /* of the memory of these; or NULL */
-    void *source, *target;
-    /* x is a number: it, in place of `source`; and of which dtype the result is one, or 0 */
-    const union pc_number *number;
-    int number_dtype, op;
-};
-
-/* collective_run.c: start a call by its plan, which is None, or NULL, if it has none. NULL without
-   an exception: it could not be, and Python says why. `source` and `target` are the memory of `x`
-   and of `result`, which are kept. */
-struct pc_running *pc_collective_start(pc_collectives *self, PyObject *plan,
-                                       const struct pc_collective_call *call);
+/* collective_run.c: start a call by its plan; its first block is filled in. It takes the reference
+   and returns it. NULL without an exception: it could not be, and Python says why. */
+struct pc_running *pc_collective_start(struct pc_running *started);
 /* With the engine's lock: end a call that was held, with which Python has gone on. */
 void pc_collective_settle(struct pc_running *self, int status);
 /* With the engine's lock: the ranks of the world for which it waits, some of them perhaps twice; at
@@ -144,6 +130,6 @@ void pc_collective_let_go(struct pc_started *self);
 
 /* collective_type.c */
 extern const struct pc_started_ops pc_collective_ops;
-extern PyTypeObject *pc_plan_type, *pc_table_type, *pc_memory_type, *pc_collective_type;
+extern PyTypeObject *pc_plan_type, *pc_memory_type, *pc_collective_type;
 
 #endif

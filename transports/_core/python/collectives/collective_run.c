@@ -8,32 +8,21 @@
 /* --- the end ---------------------------------------------------------------------------------- */
 
 static void end(struct pc_running *self) {
-    if (self->status == 0 || self->status == PC_UNFIT)
+    if (self->pipeline.status == 0 || self->pipeline.status == PC_UNFIT)
         pc_context_end(self->context, self->call);
     pc_context_let_go(self->context);
     self->context = NULL;
     self->call = NULL;
     pc_pipeline_free(&self->pipeline);
     if (!self->is_launched) {
-        self->op.status = self->status;
+        self->op.status = self->pipeline.status;
         atomic_store_explicit(&self->op.done, 1, memory_order_relaxed);
         return;
     }
-    pc_started_end((struct pc_started *)self, self->status, self->status != 0);
+    pc_started_end((struct pc_started *)self, self->pipeline.status, self->pipeline.status != 0);
 }
 
-static void take_status(struct pc_running *self) {
-    self->status = self->pipeline.status;
-    self->from = self->pipeline.from;
-    self->came = self->pipeline.came;
-    self->expected = self->pipeline.expected;
-}
-
-static void pipeline_ended(struct pc_pipeline *pipeline) {
-    struct pc_running *self = pipeline->owner;
-    take_status(self);
-    end(self);
-}
+static void pipeline_ended(struct pc_pipeline *pipeline) { end(pipeline->owner); }
 
 /* --- what its root announces ------------------------------------------------------------------ */
 
@@ -57,7 +46,6 @@ static void announcement_ended(struct pc_run *run) {
     run->owner = NULL;
     if (run->status != 0) {
         pc_pipeline_take_status(&self->pipeline, run);
-        take_status(self);
         end(self);
         return;
     }
@@ -98,7 +86,7 @@ static void announce(struct pc_running *self) {
                            .owner = self};
     if (!pc_run_start(self->context, run)) {
         run->owner = NULL;
-        self->status = -ENOMEM;
+        self->pipeline.status = -ENOMEM;
         end(self);
     }
 }
@@ -122,7 +110,7 @@ static bool prepare_announcement(struct pc_running *self) {
 void pc_collective_settle(struct pc_running *self, int status) {
     if (!self->under_way)
         return;
-    self->status = status;
+    self->pipeline.status = status;
     end(self);
 }
 
@@ -142,7 +130,7 @@ static bool launch(struct pc_running *self, const unsigned char *text, size_t te
     self->context = context;
     context->num_users++;
     pc_engine_enter(&engine->engine); /* it is launched before it hears of anything */
-    self->pipeline.call = self->call;
+    self->pipeline.like.call = self->call;
     self->pipeline.context = context;
     if (self->plan->announced.is_announced)
         announce(self);
@@ -158,49 +146,26 @@ static bool launch(struct pc_running *self, const unsigned char *text, size_t te
     return true;
 }
 
-struct pc_running *pc_collective_start(pc_collectives *self, PyObject *given,
-                                       const struct pc_collective_call *call) {
+struct pc_running *pc_collective_start(struct pc_running *started) {
     unsigned char few[512];
-    if (given == NULL || given == Py_None)
-        return NULL;
-    pc_plan *plan = (pc_plan *)given;
-    struct pc_running *started =
-        pc_started_new(self->type, &pc_collective_ops, self, call->is_blocking);
-    if (started == NULL)
-        return NULL;
-    started->plan = (pc_plan *)Py_NewRef((PyObject *)plan);
-    started->x = Py_XNewRef(call->x);
-    started->result = Py_NewRef(call->result);
-    started->source_keeper = Py_XNewRef(call->source_keeper);
-    started->target_keeper = Py_XNewRef(call->target_keeper);
-    started->source = call->source;
-    started->target = call->target;
-    started->kind = call->kind;
-    started->root = call->root;
-    started->algorithm = Py_XNewRef(call->algorithm);
-    started->number_dtype = call->number_dtype;
-    started->reduction = call->op;
-    if (call->number != NULL) { /* numbers are in the call itself */
-        started->numbers[1] = *call->number;
-        started->source = &started->numbers[1];
-    }
-    if (call->number_dtype != 0)
-        started->target = &started->numbers[0];
-    bool gives_number = call->number != NULL, makes_number = call->number_dtype != 0;
-    started->pipeline = (struct pc_pipeline){.table = &plan->way.table,
-                                             .places = plan->places,
-                                             .reduction = plan->reduction,
-                                             .source = started->source,
-                                             .target = started->target,
-                                             .source_keeper = gives_number ? (PyObject *)started
-                                                                           : call->source_keeper,
-                                             .target_keeper = makes_number ? (PyObject *)started
-                                                                           : call->target_keeper,
-                                             .first_subcall = plan->announced.is_announced,
-                                             .num_segments = plan->num_segments,
-                                             .granule = plan->granule,
-                                             .ended = pipeline_ended,
-                                             .owner = started};
+    pc_engine_object *engine = started->collectives->engine;
+    const pc_plan *plan = started->plan;
+    PyObject *itself = (PyObject *)started;
+    bool gives_number = started->source == &started->numbers[1];
+    bool makes_number = started->target == &started->numbers[0];
+    started->pipeline = (struct pc_pipeline){
+        .like = {.table = &plan->way.table,
+                 .places = plan->places,
+                 .reduction = plan->reduction,
+                 .source = started->source,
+                 .target = started->target,
+                 .source_keeper = gives_number ? itself : started->source_keeper,
+                 .target_keeper = makes_number ? itself : started->target_keeper,
+                 .subcall = plan->announced.is_announced,
+                 .num_segments = plan->num_segments,
+                 .granule = plan->granule},
+        .ended = pipeline_ended,
+        .owner = started};
     bool has_memory = pc_pipeline_prepare(&started->pipeline) &&
                       (!plan->announced.is_announced || prepare_announcement(started));
     size_t text_nbytes = plan->text_nbytes + 1, most = text_nbytes + PC_MOST_PLACE_NBYTES;
@@ -211,26 +176,26 @@ struct pc_running *pc_collective_start(pc_collectives *self, PyObject *given,
         memcpy(text, plan->text, plan->text_nbytes);
         text[plan->text_nbytes] = 0;
         text_nbytes += pc_call_place((char *)text + text_nbytes);
-        Py_INCREF((PyObject *)started);
-        if (pc_engine_take(self->engine, &turn)) {
+        Py_INCREF(itself);
+        if (pc_engine_take(engine, &turn)) {
             done = launch(started, text, text_nbytes);
-            pc_engine_give(self->engine, &turn);
+            pc_engine_give(engine, &turn);
         }
         if (!done || !started->is_launched) {
             pc_collective_let_go((struct pc_started *)started);
-            Py_DECREF((PyObject *)started);
+            Py_DECREF(itself);
         }
     }
     if (text != few)
         free(text);
-    if (done && !started->is_launched && started->status != 0) {
-        PyObject *said = PyObject_CallMethod((PyObject *)started, "_fail", NULL);
+    if (done && !started->is_launched && started->pipeline.status != 0) {
+        PyObject *said = PyObject_CallMethod(itself, "_fail", NULL);
         done = said != NULL;
         Py_XDECREF(said);
     }
-    if (done && pc_engine_hear(self->engine) == 0)
+    if (done && pc_engine_hear(engine) == 0)
         return started;
-    Py_DECREF((PyObject *)started);
+    Py_DECREF(itself);
     return NULL;
 }
 
@@ -242,7 +207,7 @@ bool pc_collective_give_up(struct pc_started *started) {
     if (!self->under_way)
         return false;
     pc_engine_enter(engine);
-    self->status = PC_CONTEXT_CLOSED; /* nobody asks why */
+    self->pipeline.status = PC_CONTEXT_CLOSED; /* nobody asks why */
     pc_pipeline_cancel(&self->pipeline);
     end(self);
     pc_engine_leave(engine);

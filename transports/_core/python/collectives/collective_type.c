@@ -26,7 +26,7 @@ static PyObject *int_of(const struct pc_running *self) {
 
 static PyObject *result_of(struct pc_started *started) {
     struct pc_running *self = (struct pc_running *)started;
-    if (PC_UNLIKELY(self->status != 0 || !pc_op_is_done(&self->op)))
+    if (PC_UNLIKELY(self->pipeline.status != 0 || !pc_op_is_done(&self->op)))
         return PyObject_CallMethod((PyObject *)self, "_failed", NULL);
     self->collected = 1;
     if (PC_LIKELY(self->number_dtype == 0))
@@ -72,8 +72,9 @@ static PyObject *collective_awaited(struct pc_running *self, PyObject *Py_UNUSED
 static PyObject *collective_description(struct pc_running *self, void *Py_UNUSED(unused)) {
     struct pc_turn turn;
     (void)pc_engine_take(self->collectives->engine, &turn);
-    int status = self->status, from = self->from;
-    Py_ssize_t came = (Py_ssize_t)self->came, expected = (Py_ssize_t)self->expected;
+    const struct pc_pipeline *end = &self->pipeline;
+    int status = end->status, from = end->from;
+    Py_ssize_t came = (Py_ssize_t)end->came, expected = (Py_ssize_t)end->expected;
     pc_engine_give(self->collectives->engine, &turn);
     return Py_BuildValue("s#Kiinn", self->plan->text, (Py_ssize_t)self->plan->text_nbytes,
                          (unsigned long long)self->number, status, from, came, expected);

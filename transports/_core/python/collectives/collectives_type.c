@@ -62,6 +62,14 @@ static void keep_plan(pc_collectives *self, const struct plan_key *key, PyObject
     Py_XDECREF(named_before);
 }
 
+/* False with an exception. */
+static bool is_plan(PyObject *object) {
+    if (Py_TYPE(object) == pc_plan_type && ((pc_plan *)object)->places != NULL)
+        return true;
+    PyErr_SetString(PyExc_TypeError, "that is no plan");
+    return false;
+}
+
 /* The plan of a call (new reference); None: Python must run it; NULL with an exception. */
 static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObject **values,
                          PyObject *result) {
@@ -74,9 +82,8 @@ static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObj
                                            key->op, key->root, result, algorithm);
     if (plan == NULL)
         return NULL;
-    if (plan != Py_None && Py_TYPE(plan) != pc_plan_type) {
+    if (plan != Py_None && !is_plan(plan)) {
         Py_DECREF(plan);
-        PyErr_SetString(PyExc_TypeError, "that is no plan");
         return NULL;
     }
     keep_plan(self, key, plan); /* plans may have been forgotten meanwhile */
@@ -85,10 +92,8 @@ static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObj
 
 int pc_collectives_expect(pc_collectives *self, const struct pc_running *like, PyObject *plan) {
     struct plan_key key;
-    if (Py_TYPE(plan) != pc_plan_type) {
-        PyErr_SetString(PyExc_TypeError, "that is no plan");
+    if (!is_plan(plan))
         return -1;
-    }
     memset(&key, 0, sizeof key);
     key.kind = like->kind;
     key.blocking = like->is_blocking;
@@ -118,31 +123,38 @@ static struct pc_running *start(pc_collectives *self, const struct plan_key *key
                                 PyObject *result, PyObject *plan, const struct pc_array *source,
                                 const struct pc_array *target, bool is_new) {
     bool is_number = pc_is_number(source), keeps = source->data != NULL && !is_number;
-    PyObject *source_keeper = keeps ? pc_memory_keeper(source, x, key->blocking) : NULL;
-    PyObject *target_keeper = target->data != NULL && !is_new && !is_number
-                                  ? pc_memory_keeper(target, result, key->blocking)
-                                  : Py_NewRef(result);
-    struct pc_collective_call call = {
-        .kind = key->kind,
-        .root = key->root,
-        .is_blocking = key->blocking != 0,
-        .algorithm = key->algorithm,
-        .x = x,
-        .result = result,
-        .source_keeper = source_keeper,
-        .target_keeper = target_keeper,
-        .number = is_number ? &source->number : NULL,
-        .number_dtype = is_number && target->data == &target->number ? source->dtype : 0,
-        .op = key->op,
-        /* a barrier's chunks are empty, but somewhere */
-        .source = key->kind != PC_BARRIER ? source->data : (void *)self,
-        .target = target->data};
-    struct pc_running *started = NULL;
-    if (target_keeper != NULL && (source_keeper != NULL || !keeps))
-        started = pc_collective_start(self, plan, &call);
-    Py_XDECREF(source_keeper);
-    Py_XDECREF(target_keeper);
-    return started;
+    if (plan == NULL || plan == Py_None)
+        return NULL;
+    struct pc_running *started =
+        pc_started_new(self->type, &pc_collective_ops, self, key->blocking != 0);
+    if (started == NULL)
+        return NULL;
+    started->plan = (pc_plan *)Py_NewRef(plan);
+    started->x = Py_XNewRef(x);
+    started->result = Py_NewRef(result);
+    started->kind = key->kind;
+    started->root = key->root;
+    started->algorithm = Py_XNewRef(key->algorithm);
+    started->reduction = key->op;
+    started->source_keeper = keeps ? pc_memory_keeper(source, x, key->blocking) : NULL;
+    started->target_keeper = target->data != NULL && !is_new && !is_number
+                                 ? pc_memory_keeper(target, result, key->blocking)
+                                 : Py_NewRef(result);
+    /* a barrier's chunks are empty, but somewhere */
+    started->source = key->kind != PC_BARRIER ? source->data : (void *)self;
+    started->target = target->data;
+    if (is_number) { /* numbers are in the call itself */
+        started->numbers[1] = source->number;
+        started->source = &started->numbers[1];
+    }
+    if (is_number && target->data == &target->number) {
+        started->number_dtype = source->dtype;
+        started->target = &started->numbers[0];
+    }
+    if (started->target_keeper != NULL && (started->source_keeper != NULL || !keeps))
+        return pc_collective_start(started);
+    Py_DECREF((PyObject *)started);
+    return NULL;
 }
 
 /* A call whose root announces what will come, on another rank. */
@@ -276,7 +288,7 @@ static inline PyObject *collective(pc_collectives *self, const char *name, int k
     PyObject *values[ARGUMENTS] = {NULL}, *result = NULL;
     pc_comm *comm = is_blocking && self->allowed >> kind & 1 ? self->comm : NULL;
     bool goes_on = false;
-    if (parse(kind, args, count, keywords, values)) {
+    if (parse(parameters[kind], args, count, keywords, values)) {
         if (PC_LIKELY(pc_may_share(comm)) && is_none(values[ALGORITHM])) {
             result = pc_shared_run(comm, kind, values);
             goes_on = comm->heard;

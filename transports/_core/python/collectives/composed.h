@@ -5,16 +5,11 @@
 
 #include "collective.h"
 
-typedef struct {
-    PyObject_HEAD
-    struct pc_compiled way;
-} pc_table_object;
-
 struct pc_composed {
     PyObject_HEAD
     pc_context_object *on;
     PyObject *owner; /* from its start until its end was told */
-    pc_table_object *table;
+    pc_plan *plan; /* its schedule */
     struct pc_views *sources, *targets;
     struct iovec *parts; /* of sources in several parts */
     struct pc_chunk_place *places;

@@ -68,7 +68,7 @@ PyType_Spec pc_memory_spec = {
 };
 
 void pc_composed_free_grown(struct pc_composed *self) {
-    for (uint32_t chunk = 0; self->grown != NULL && chunk < self->table->way.table.num_chunks;
+    for (uint32_t chunk = 0; self->grown != NULL && chunk < self->plan->way.table.num_chunks;
          chunk++)
         let_go(self->on->engine, self->grown[chunk].memory);
     free(self->grown);
@@ -90,10 +90,10 @@ PyObject *pc_composed_asks(struct pc_event *event) {
 }
 
 static uint32_t num_steps(const struct pc_composed *self) {
-    return self->table->way.table.num_steps;
+    return self->plan->way.table.num_steps;
 }
 static uint32_t num_chunks(const struct pc_composed *self) {
-    return self->table->way.table.num_chunks;
+    return self->plan->way.table.num_chunks;
 }
 
 /* Take the lock, to do something in the run of a segment, of a step or chunk below `limit`. NULL:
@@ -134,31 +134,26 @@ PyObject *pc_composed_next_asked(struct pc_composed *self, PyObject *Py_UNUSED(u
     return Py_BuildValue("Ii", segment, step == PC_LAST_STEPS ? -1 : (int)step);
 }
 
-PyObject *pc_composed_step_done(struct pc_composed *self, PyObject *args) {
+static PyObject *do_in(struct pc_composed *self, PyObject *args, uint32_t limit,
+                       void (*work)(struct pc_run *run, uint32_t number)) {
     struct pc_turn turn;
-    unsigned step;
-    struct pc_run *run = enter(self, args, num_steps(self), &step, &turn);
+    unsigned number;
+    struct pc_run *run = enter(self, args, limit, &number, &turn);
     if (run != NULL)
-        pc_run_step_done(run, step);
+        work(run, number);
     return leave(self, &turn) ? Py_NewRef(Py_None) : NULL;
+}
+
+PyObject *pc_composed_step_done(struct pc_composed *self, PyObject *args) {
+    return do_in(self, args, num_steps(self), pc_run_step_done);
 }
 
 PyObject *pc_composed_wait_again(struct pc_composed *self, PyObject *args) {
-    struct pc_turn turn;
-    unsigned step;
-    struct pc_run *run = enter(self, args, num_steps(self), &step, &turn);
-    if (run != NULL)
-        pc_run_wait_again(run, step);
-    return leave(self, &turn) ? Py_NewRef(Py_None) : NULL;
+    return do_in(self, args, num_steps(self), pc_run_wait_again);
 }
 
 PyObject *pc_composed_settle(struct pc_composed *self, PyObject *args) {
-    struct pc_turn turn;
-    unsigned chunk;
-    struct pc_run *run = enter(self, args, num_chunks(self), &chunk, &turn);
-    if (run != NULL)
-        pc_run_settle(run, chunk);
-    return leave(self, &turn) ? Py_NewRef(Py_None) : NULL;
+    return do_in(self, args, num_chunks(self), pc_run_settle);
 }
 
 PyObject *pc_composed_where(struct pc_composed *self, PyObject *args) {

@@ -1,4 +1,4 @@
-/* `_core.StepTable` and `_core.Run`: a schedule run as a part of a call that Python has
+/* `_core.Run`: a schedule run as a part of a call that Python has
    begun, which says where each chunk is, and hears of the end by an event: `owner._ended()`. */
 #include "composed.h"
 
@@ -10,44 +10,6 @@
 
 /* Ranks for which a run is said to wait. */
 #define MOST_AWAITED 64
-
-/* --- tables ----------------------------------------------------------------------------------- */
-
-static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-    PyObject *steps;
-    unsigned num_chunks;
-    int size;
-    if (!PyArg_ParseTuple(args, "iIO!", &size, &num_chunks, &PyList_Type, &steps))
-        return NULL;
-    pc_table_object *self = pc_new(type);
-    if (self == NULL)
-        return NULL;
-    self->way.table.num_chunks = num_chunks;
-    if (pc_compiled_read(&self->way, steps, size) == 0)
-        return (PyObject *)self;
-    Py_DECREF(self);
-    return NULL;
-}
-
-static void table_dealloc(pc_table_object *self) {
-    pc_compiled_free(&self->way);
-    pc_free(self);
-}
-
-static PyType_Slot table_slots[] = {
-    {Py_tp_new, table_new},
-    {Py_tp_dealloc, table_dealloc},
-    {Py_tp_doc, "StepTable(size, num_chunks, steps): a compiled schedule; "
-                "`steps` as of CompiledPlan."},
-    {0, NULL},
-};
-
-PyType_Spec pc_table_spec = {
-    .name = "pycoll._transports._core.StepTable",
-    .basicsize = sizeof(pc_table_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = table_slots,
-};
 
 /* --- memory ----------------------------------------------------------------------------------- */
 
@@ -131,7 +93,7 @@ static void place_target(struct pc_composed *self, PyObject *item, Py_ssize_t ch
 static bool place_chunks(struct pc_composed *self, PyObject *lengths, PyObject *sources,
                          PyObject *targets) {
     Py_ssize_t count = PyList_Size(lengths), source = 0, target = 0;
-    if (count != (Py_ssize_t)self->table->way.table.num_chunks || PyList_Size(sources) != count ||
+    if (count != (Py_ssize_t)self->plan->way.table.num_chunks || PyList_Size(sources) != count ||
         PyList_Size(targets) != count) {
         PyErr_SetString(PyExc_ValueError, "the schedule has another number of chunks");
         return false;
@@ -160,7 +122,7 @@ static bool place_chunks(struct pc_composed *self, PyObject *lengths, PyObject *
 
 /* Whether what is to be reduced can be, there. */
 static bool can_reduce(const struct pc_composed *self, int dtype) {
-    for (uint32_t chunk = 0; chunk < self->table->way.table.num_chunks; chunk++) {
+    for (uint32_t chunk = 0; chunk < self->plan->way.table.num_chunks; chunk++) {
         const struct pc_chunk_place *place = &self->places[chunk];
         if (place->parts != NULL || place->nbytes == PC_UNKNOWN)
             return false;
@@ -170,11 +132,11 @@ static bool can_reduce(const struct pc_composed *self, int dtype) {
             (writes && !pc_is_aligned(dtype, (uintptr_t)place->target)))
             return false;
     }
-    return self->pipeline.reduction.combine != NULL;
+    return self->pipeline.like.reduction.combine != NULL;
 }
 
 static bool can_be_cut(const struct pc_composed *self) {
-    for (uint32_t chunk = 0; chunk < self->table->way.table.num_chunks; chunk++)
+    for (uint32_t chunk = 0; chunk < self->plan->way.table.num_chunks; chunk++)
         if (self->places[chunk].parts != NULL || self->places[chunk].nbytes == PC_UNKNOWN)
             return false;
     return true;
@@ -222,8 +184,8 @@ static void launch(struct pc_composed *self) {
         self->pipeline.status = context != NULL ? context->broken : PC_CONTEXT_CLOSED;
         return;
     }
-    self->pipeline.call = pc_call_find(context, self->number);
-    if (self->pipeline.call == NULL) {
+    self->pipeline.like.call = pc_call_find(context, self->number);
+    if (self->pipeline.like.call == NULL) {
         self->pipeline.status = -EINVAL;
         return;
     }
@@ -292,13 +254,13 @@ static PyObject *run_status(struct pc_composed *self, void *Py_UNUSED(unused)) {
 }
 
 static PyObject *run_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-    PyObject *context, *table, *lengths, *sources, *targets;
+    PyObject *context, *plan, *lengths, *sources, *targets;
     int op, dtype, divisor;
     unsigned subcall, segments;
     unsigned long long number;
     Py_ssize_t granule;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!O!(iii)KIIn", pc_context_type, &context, pc_table_type,
-                          &table, &PyList_Type, &lengths, &PyList_Type, &sources, &PyList_Type,
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!(iii)KIIn", pc_context_type, &context, pc_plan_type,
+                          &plan, &PyList_Type, &lengths, &PyList_Type, &sources, &PyList_Type,
                           &targets, &op, &dtype, &divisor, &number, &subcall, &segments, &granule))
         return NULL;
     if (segments == 0 || subcall + segments > UINT16_MAX || granule <= 0) {
@@ -309,19 +271,20 @@ static PyObject *run_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED
     if (self == NULL)
         return NULL;
     self->on = (pc_context_object *)Py_NewRef(context);
-    self->table = (pc_table_object *)Py_NewRef(table);
+    self->plan = (pc_plan *)Py_NewRef(plan);
     self->number = number;
     if (place_chunks(self, lengths, sources, targets)) {
-        self->pipeline = (struct pc_pipeline){.table = &self->table->way.table,
-                                              .places = self->places,
-                                              .reduction = pc_reduction_of(op, dtype, divisor),
-                                              .first_subcall = (uint16_t)subcall,
-                                              .num_segments = segments,
-                                              .granule = (size_t)granule,
-                                              .grown = self->grown,
-                                              .asked = pc_composed_asked,
-                                              .ended = ended,
-                                              .owner = self};
+        self->pipeline = (struct pc_pipeline){
+            .like = {.table = &self->plan->way.table,
+                     .places = self->places,
+                     .reduction = pc_reduction_of(op, dtype, divisor),
+                     .subcall = (uint16_t)subcall,
+                     .num_segments = segments,
+                     .granule = (size_t)granule,
+                     .grown = self->grown},
+            .asked = pc_composed_asked,
+            .ended = ended,
+            .owner = self};
         if (segments > 1 && !can_be_cut(self))
             PyErr_SetString(PyExc_ValueError,
                             "a chunk in parts, or of unknown length, cannot be cut");
@@ -344,7 +307,7 @@ static void run_dealloc(struct pc_composed *self) {
     free(self->parts);
     Py_XDECREF(self->owner);
     Py_XDECREF((PyObject *)self->on);
-    Py_XDECREF((PyObject *)self->table);
+    Py_XDECREF((PyObject *)self->plan);
     pc_free(self);
 }
 
@@ -397,7 +360,7 @@ static PyType_Slot run_slots[] = {
     {Py_tp_dealloc, run_dealloc},
     {Py_tp_methods, run_methods},
     {Py_tp_getset, run_values},
-    {Py_tp_doc, "Run(context, table, lengths, sources, targets, (op, dtype, divisor), number, "
+    {Py_tp_doc, "Run(context, plan, lengths, sources, targets, (op, dtype, divisor), number, "
                 "subcall, segments, granule): "
                 "a schedule as a part of the call of that number.\n\n"
                 "`lengths`, `sources` and `targets` are by chunk: bytes, or None if only the "

@@ -98,6 +98,11 @@ int pc_compiled_read(struct pc_compiled *self, PyObject *steps, int size) {
 
 static int read_places(pc_plan *self, PyObject *places) {
     Py_ssize_t count = PyList_Size(places);
+    if (count != (Py_ssize_t)self->way.table.num_chunks || self->way.has_external) {
+        PyErr_SetString(PyExc_ValueError,
+                        "a plan has a place for each chunk, and no external steps");
+        return -1;
+    }
     self->places = calloc((size_t)count + 1, sizeof *self->places);
     if (self->places == NULL) {
         PyErr_NoMemory();
@@ -110,7 +115,6 @@ static int read_places(pc_plan *self, PyObject *places) {
         self->places[chunk] =
             (struct pc_chunk_place){.nbytes = (size_t)nbytes, .source = source, .target = target};
     }
-    self->way.table.num_chunks = (uint32_t)count;
     return 0;
 }
 
@@ -159,21 +163,15 @@ struct pc_reduction pc_reduction_of(int op, int dtype, int divisor) {
                                  .itemsize = pc_itemsize(dtype)};
 }
 
-static bool is_of_messages(const struct pc_compiled *way) {
-    if (way->has_external)
-        PyErr_SetString(PyExc_ValueError, "a plan has no external steps");
-    return !way->has_external;
-}
-
 static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-    PyObject *steps, *places, *announced = Py_None;
-    const char *text;
-    Py_ssize_t text_nbytes, granule;
-    int size, op, dtype, divisor;
-    unsigned segments;
-    if (!PyArg_ParseTuple(args, "iO!O!y#(iii)In|O", &size, &PyList_Type, &steps, &PyList_Type,
-                          &places, &text, &text_nbytes, &op, &dtype, &divisor, &segments, &granule,
-                          &announced))
+    PyObject *steps, *places = NULL, *announced = Py_None;
+    const char *text = "";
+    Py_ssize_t text_nbytes = 0, granule = 1;
+    int size, op = -1, dtype = 0, divisor = 0;
+    unsigned num_chunks, segments = 1;
+    if (!PyArg_ParseTuple(args, "iIO!|O!y#(iii)InO", &size, &num_chunks, &PyList_Type, &steps,
+                          &PyList_Type, &places, &text, &text_nbytes, &op, &dtype, &divisor,
+                          &segments, &granule, &announced))
         return NULL;
     if (segments == 0 || segments > UINT16_MAX || granule <= 0) {
         PyErr_SetString(PyExc_ValueError, "there is no such segment");
@@ -187,8 +185,9 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     self->num_segments = segments;
     self->text_nbytes = (size_t)text_nbytes;
     self->text = copy_of(text, text_nbytes);
-    if (self->text != NULL && read_places(self, places) == 0 &&
-        pc_compiled_read(&self->way, steps, size) == 0 && is_of_messages(&self->way) &&
+    self->way.table.num_chunks = num_chunks;
+    if (self->text != NULL && pc_compiled_read(&self->way, steps, size) == 0 &&
+        (places == NULL || read_places(self, places) == 0) &&
         (announced == Py_None || read_announced(&self->announced, announced, size) == 0))
         return (PyObject *)self;
     Py_DECREF(self);
@@ -213,8 +212,9 @@ static void plan_dealloc(pc_plan *self) {
 static PyType_Slot plan_slots[] = {
     {Py_tp_new, plan_new},
     {Py_tp_dealloc, plan_dealloc},
-    {Py_tp_doc, "CompiledPlan(size, steps, places, text, (op, dtype, divisor), segments, granule, "
-                "announced=None): how calls run that are alike.\n\n"
+    {Py_tp_doc, "CompiledPlan(size, num_chunks, steps, places, text, (op, dtype, divisor), "
+                "segments, granule, announced=None): how calls run that are alike; of the first "
+                "three arguments the schedule of a `Run`.\n\n"
                 "`steps` are (kind, incoming first, peer or chunk, index, chunks, successors, "
                 "waits); `places`, by chunk, (nbytes, offset in x, offset in the result), -1 for "
                 "none; `text` is the call's signature; `op` and `dtype` are codes, -1: nothing is "

@@ -215,15 +215,11 @@ static void tell_call(struct telling *telling, const struct pc_called *call) {
 }
 
 /* With the lock. */
-static void tell_calls(struct telling *telling, const struct pc_context *context, bool of_newest) {
+static void tell_calls(struct telling *telling, const struct pc_context *context) {
     telling->calls = calloc(context->calls.used + PC_LAST_CALLS + 1, sizeof *telling->calls);
     telling->without_memory = telling->calls == NULL;
     if (telling->calls == NULL)
         return;
-    if (of_newest) {
-        tell_call(telling, pc_call_newest(context));
-        return;
-    }
     for (uint64_t back = PC_LAST_CALLS; back > 0; back--)
         tell_call(telling,
                   context->last_calls[(context->num_ended + PC_LAST_CALLS - back) % PC_LAST_CALLS]);
@@ -233,13 +229,14 @@ static void tell_calls(struct telling *telling, const struct pc_context *context
         found += call != NULL;
         tell_call(telling, call);
     }
+    tell_call(telling, pc_call_newest(context));
 }
 
-static PyObject *tell(pc_context_object *self, bool of_newest) {
+static PyObject *context_calls(pc_context_object *self, PyObject *Py_UNUSED(unused)) {
     struct telling telling = {0};
     struct pc_turn turn;
     if (pc_engine_take(self->engine, &turn) && self->context != NULL)
-        tell_calls(&telling, self->context, of_newest);
+        tell_calls(&telling, self->context);
     pc_engine_give(self->engine, &turn);
     PyObject *arrived = PyDict_New();
     for (size_t index = 0; index < telling.count; index++) {
@@ -258,14 +255,6 @@ static PyObject *tell(pc_context_object *self, bool of_newest) {
         return arrived;
     Py_DECREF(arrived);
     return PyErr_NoMemory();
-}
-
-static PyObject *context_calls(pc_context_object *self, PyObject *Py_UNUSED(unused)) {
-    return tell(self, false);
-}
-
-static PyObject *context_newest(pc_context_object *self, PyObject *Py_UNUSED(unused)) {
-    return tell(self, true);
 }
 
 static PyObject *context_counts(pc_context_object *self, PyObject *Py_UNUSED(unused)) {
@@ -312,9 +301,7 @@ static PyMethodDef context_methods[] = {
      "end(number): all messages of that call were received."},
     {"calls", (PyCFunction)context_calls, METH_NOARGS,
      "calls() -> dict[int, bytes]: the calls that have ended last, in that order, then those that "
-     "are under way."},
-    {"newest", (PyCFunction)context_newest, METH_NOARGS,
-     "newest() -> dict[int, bytes]: the call begun last, if any."},
+     "are under way, then the call begun last, if it is none of these."},
     {"counts", (PyCFunction)context_counts, METH_NOARGS,
      "counts() -> bytes: by world rank four uint64: bytes and messages sent there, bytes and "
      "messages received from there; zeros if it is closed."},

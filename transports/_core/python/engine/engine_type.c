@@ -3,6 +3,7 @@
    engine_type.h. */
 #include "engine_type.h"
 
+#include <structmember.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -135,17 +136,9 @@ static PyObject *engine_rings(pc_engine_object *self, void *Py_UNUSED(unused)) {
     return PyLong_FromUnsignedLongLong(atomic_load_explicit(&self->rings, memory_order_relaxed));
 }
 
-static PyObject *engine_looked(pc_engine_object *self, void *Py_UNUSED(unused)) {
-    return PyLong_FromUnsignedLongLong(self->looked);
-}
-
 /* On Linux a pthread_t is a number, the one by which Python knows a thread, too. */
 static PyObject *engine_thread(pc_engine_object *self, void *Py_UNUSED(unused)) {
     return PyLong_FromUnsignedLong(self->drive.started ? (unsigned long)self->drive.thread : 0);
-}
-
-static PyObject *engine_is_behind(pc_engine_object *self, void *Py_UNUSED(unused)) {
-    return PyBool_FromLong(self->is_behind);
 }
 
 static PyObject *engine_is_receiving(pc_engine_object *self, void *Py_UNUSED(unused)) {
@@ -193,10 +186,6 @@ static PyObject *engine_drop(pc_engine_object *self, PyObject *what) {
         return NULL;
     set_busy(self, true);
     Py_RETURN_NONE;
-}
-
-static PyObject *engine_dropped(pc_engine_object *self, void *Py_UNUSED(unused)) {
-    return Py_NewRef(self->dropped);
 }
 
 /* count_in(fd, offset, notes): what it does is counted there (tally.h), and what it calls is noted
@@ -253,15 +242,9 @@ static PyGetSetDef engine_values[] = {
     {"python_busy", (getter)engine_python_busy, (setter)set_python_busy,
      "Whether a thread holds the lock of the engine in Python: then all calls go through Python.",
      NULL},
-    {"dropped", (getter)engine_dropped, NULL,
-     "The list to which `drop` appends; until it is empty nothing is done without Python's engine.",
-     NULL},
     {"rings", (getter)engine_rings, NULL, "How often the doorbell has rung.", NULL},
-    {"looked", (getter)engine_looked, NULL,
-     "How often a wait for any of several has looked at one; for tests.", NULL},
     {"thread", (getter)engine_thread, NULL, "The core's own thread: its `threading.get_ident()`.",
      NULL},
-    {"is_behind", (getter)engine_is_behind, NULL, "Whether something waits to be written.", NULL},
     {"is_receiving", (getter)engine_is_receiving, NULL,
      "Whether an accepted message is on its way.", NULL},
     {"has_fired", (getter)engine_has_fired, NULL,
@@ -269,6 +252,16 @@ static PyGetSetDef engine_values[] = {
     {"has_work", (getter)engine_has_work, NULL, "Whether there is something for Python to do.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef engine_members[] = {
+    {"dropped", T_OBJECT_EX, offsetof(pc_engine_object, dropped), READONLY,
+     "the list to which `drop` appends; until it is empty nothing is done without Python's engine"},
+    {"looked", T_ULONGLONG, offsetof(pc_engine_object, looked), READONLY,
+     "how often a wait for any of several has looked at one; for tests"},
+    {"is_behind", T_BOOL, offsetof(pc_engine_object, is_behind), READONLY,
+     "whether something waits to be written"},
+    {NULL, 0, 0, 0, NULL},
 };
 
 static PyMethodDef engine_methods[] = {
@@ -331,6 +324,7 @@ static PyType_Slot engine_slots[] = {
     {Py_tp_dealloc, pc_engine_dealloc},
     {Py_tp_methods, engine_methods},
     {Py_tp_getset, engine_values},
+    {Py_tp_members, engine_members},
     {Py_tp_doc, "The messages of one rank: matching, links, driving; see engine/engine.h."},
     {0, NULL},
 };

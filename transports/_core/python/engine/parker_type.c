@@ -33,9 +33,7 @@ static void stop_napping(struct pc_parker *self) {
     self->begun = false;
     if (self->naps) {
         self->naps = false;
-        *self->at = self->next;
-        if (self->next != NULL)
-            self->next->at = self->at;
+        PC_LIST_REMOVE(self);
     }
     pc_engine_give(self->engine, &turn);
 }
@@ -64,11 +62,7 @@ static PyObject *parker_begin(struct pc_parker *self, PyObject *args) {
         self->naps = naps;
     }
     if (may && naps) {
-        self->next = engine->nappers;
-        self->at = &engine->nappers;
-        if (self->next != NULL)
-            self->next->at = &self->next;
-        engine->nappers = self;
+        PC_LIST_ADD(engine->nappers, self);
     }
     pc_engine_give(engine, &turn);
     return PyBool_FromLong(may);

@@ -143,6 +143,8 @@ static PyObject *started_watch(struct pc_started *self, PyObject *Py_UNUSED(unus
 bool pc_started_give_up(struct pc_started *self) {
     pc_engine_object *engine = self->of->engine;
     struct pc_turn turn;
+    if (self->ops->give_up == NULL)
+        return false;
     bool given_up = pc_engine_take(engine, &turn) && self->ops->give_up(self);
     pc_engine_give(engine, &turn);
     pc_engine_let_go(engine);

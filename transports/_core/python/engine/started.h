@@ -53,7 +53,8 @@ struct pc_started_ops {
     PyObject *(*result)(struct pc_started *self);
     /* It is under way, and its end will be told from now on. With the engine's lock. Or NULL. */
     void (*watched)(struct pc_started *self);
-    /* False: it has ended. With the engine's lock. */
+    /* False: it has ended. With the engine's lock. NULL, as the next: it is none of the
+       engine's. */
     bool (*give_up)(struct pc_started *self);
     /* It has ended, and the engine works on it no more. */
     void (*let_go)(struct pc_started *self);

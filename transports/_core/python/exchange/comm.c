@@ -193,6 +193,16 @@ static int get_buffer(PyObject *object, Py_buffer *view, int flags) {
     return object == Py_None ? 0 : PyObject_GetBuffer(object, view, flags);
 }
 
+/* False with an exception. */
+static bool get_buffers(PyObject *x, Py_buffer *x_view, PyObject *out, Py_buffer *out_view) {
+    if (get_buffer(x, x_view, PyBUF_SIMPLE) < 0)
+        return false;
+    if (get_buffer(out, out_view, PyBUF_WRITABLE) == 0)
+        return true;
+    PyBuffer_Release(x_view);
+    return false;
+}
+
 int pc_get_shape(PyObject *shape, intptr_t *dims) {
     Py_ssize_t ndim = PyTuple_Size(shape);
     if (ndim > PC_MAX_DIMS)
@@ -228,7 +238,7 @@ static const void *data_of(const Py_buffer *view) { return view->len > 0 ? view-
 /* run(kind, dtype, op, root, shape, salt, x, out, nbytes, hook=None, wants=None) -> whether
    all ranks rather do it elsewhere (offers in exchange.c). `wants` is for a reduction: whether this
    rank would, None: nobody is asked. */
-static PyObject *comm_run(pc_comm *comm, PyObject *args) {
+PyObject *pc_comm_run(pc_comm *comm, PyObject *args) {
     PyObject *shape, *x, *out, *hook = Py_None, *wants = Py_None;
     int kind, dtype, op, root;
     unsigned long long salt;
@@ -241,12 +251,8 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
                           &x, &out, &nbytes, &hook, &wants) ||
         pc_check_attached(comm) < 0 || (ndim = pc_get_shape(shape, dims)) < 0)
         return NULL;
-    if (get_buffer(x, &x_view, PyBUF_SIMPLE) < 0)
+    if (!get_buffers(x, &x_view, out, &out_view))
         return NULL;
-    if (get_buffer(out, &out_view, PyBUF_WRITABLE) < 0) {
-        PyBuffer_Release(&x_view);
-        return NULL;
-    }
     PyObject *result = NULL;
     if ((!pc_reduces(kind) || pc_check_reducible(dtype, data_of(&x_view), data_of(&out_view))) &&
         pc_call_begin(&call, comm, kind, root) == 0) {
@@ -272,7 +278,7 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
 
 /* announce(kind, root, value, form, description, x, out, nbytes): the root's broadcast or
    scatter */
-static PyObject *comm_announce(pc_comm *comm, PyObject *args) {
+PyObject *pc_comm_announce(pc_comm *comm, PyObject *args) {
     PyObject *x, *out;
     int kind, root, form;
     unsigned long long value;
@@ -288,12 +294,8 @@ static PyObject *comm_announce(pc_comm *comm, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "the description is too long");
         return NULL;
     }
-    if (get_buffer(x, &x_view, PyBUF_SIMPLE) < 0)
+    if (!get_buffers(x, &x_view, out, &out_view))
         return NULL;
-    if (get_buffer(out, &out_view, PyBUF_WRITABLE) < 0) {
-        PyBuffer_Release(&x_view);
-        return NULL;
-    }
     PyObject *result = NULL;
     if (pc_call_begin(&call, comm, kind, root) == 0) {
         call.x = x_view.buf;
@@ -303,8 +305,7 @@ static PyObject *comm_announce(pc_comm *comm, PyObject *args) {
         struct pc_header header = {(uint64_t)nbytes, (uintptr_t)call.x, value,
                                    (uint32_t)description_nbytes, (uint32_t)form};
         int status = pc_announce(&call, &header, description);
-        pc_hold(&call.call);
-        result = pc_call_end(&call, status, Py_NewRef(Py_None));
+        result = pc_call_end_with(&call, status, Py_None);
     }
     PyBuffer_Release(&x_view);
     PyBuffer_Release(&out_view);
@@ -312,7 +313,7 @@ static PyObject *comm_announce(pc_comm *comm, PyObject *args) {
 }
 
 /* hear(kind, root) -> (form, nbytes, value, description); then `receive` must follow. */
-static PyObject *comm_hear(pc_comm *comm, PyObject *args) {
+PyObject *pc_comm_hear(pc_comm *comm, PyObject *args) {
     int kind, root;
     pc_collective call;
     struct pc_slot *slot = NULL;
@@ -326,15 +327,14 @@ static PyObject *comm_hear(pc_comm *comm, PyObject *args) {
         return NULL;
     pc_sign(&call, 0, 0, NULL);
     int status = pc_hear(&call, &slot);
-    pc_hold(&call.call);
-    if (pc_call_end(&call, status, Py_NewRef(Py_None)) == NULL)
+    if (pc_call_end_with(&call, status, Py_None) == NULL)
         return NULL;
     Py_DECREF(Py_None);
     return header_tuple(slot);
 }
 
 /* receive(kind, root, out) */
-static PyObject *comm_receive(pc_comm *comm, PyObject *args) {
+PyObject *pc_comm_receive(pc_comm *comm, PyObject *args) {
     PyObject *out;
     int kind, root;
     Py_buffer view;
@@ -349,16 +349,14 @@ static PyObject *comm_receive(pc_comm *comm, PyObject *args) {
         pc_sign(&call, 0, 0, NULL);
         struct pc_slot *slot = pc_slot_of(comm, root, comm->number);
         int status = pc_receive(&call, slot);
-        pc_hold(&call.call);
-        result = pc_call_end(&call, status, Py_NewRef(Py_None));
+        result = pc_call_end_with(&call, status, Py_None);
     }
     PyBuffer_Release(&view);
     return result;
 }
 
 /* value_hash(dtype, shape, salt): of an array, as announced */
-static PyObject *comm_value_hash(pc_comm *comm, PyObject *args) {
-    (void)comm;
+PyObject *pc_comm_value_hash(pc_comm *Py_UNUSED(comm), PyObject *args) {
     int dtype, ndim;
     PyObject *shape;
     unsigned long long salt;
@@ -368,13 +366,3 @@ static PyObject *comm_value_hash(pc_comm *comm, PyObject *args) {
         return NULL;
     return PyLong_FromUnsignedLongLong(pc_hash_dims((uint64_t)dtype + salt, ndim, dims));
 }
-
-#define COMM_METHOD(name, flags, doc) {#name, (PyCFunction)(void (*)(void))comm_##name, flags, doc}
-PyMethodDef pc_comm_calls[] = {
-    COMM_METHOD(run, METH_VARARGS, "Run a collective on contiguous memory."),
-    COMM_METHOD(announce, METH_VARARGS, "The root's part of a broadcast or scatter."),
-    COMM_METHOD(hear, METH_VARARGS, "Wait for what the root announces."),
-    COMM_METHOD(receive, METH_VARARGS, "Receive what the root has announced."),
-    COMM_METHOD(value_hash, METH_VARARGS, "Hash of an array's dtype and shape, as announced."),
-    {NULL, NULL, 0, NULL},
-};

@@ -320,6 +320,10 @@ int pc_user_call_begin(pc_collective *call, pc_comm *comm, int kind, int root, P
 /* Steals `result`, of which a new reference is counted after `pc_hold`: a call may have let go of
    the lock. */
 PyObject *pc_call_end(pc_collective *call, int status, PyObject *result);
+static inline PyObject *pc_call_end_with(pc_collective *call, int status, PyObject *result) {
+    pc_hold(&call->call); /* the interpreter's lock, before a reference is counted */
+    return pc_call_end(call, status, Py_NewRef(result));
+}
 /* (method, kind, x, op, root, number, counts): None for what is not there */
 PyObject *pc_describe(const pc_collective *call);
 /* Have Python raise the error: this rank and `rank` made different calls as `number`. Returns
@@ -343,7 +347,13 @@ int pc_get_shape(PyObject *shape, intptr_t *dims); /* the number of dimensions, 
                                                       exception */
 
 /* Methods for calls whose arguments Python has checked. */
-extern PyMethodDef pc_comm_calls[], pc_uneven_methods[];
+PyObject *pc_comm_run(pc_comm *comm, PyObject *args);
+PyObject *pc_comm_announce(pc_comm *comm, PyObject *args);
+PyObject *pc_comm_hear(pc_comm *comm, PyObject *args);
+PyObject *pc_comm_receive(pc_comm *comm, PyObject *args);
+PyObject *pc_comm_value_hash(pc_comm *comm, PyObject *args);
+PyObject *pc_comm_uneven(pc_comm *comm, PyObject *args);
+PyObject *pc_comm_reduce_rows(pc_comm *comm, PyObject *args);
 
 /* comm_attach.c */
 /* attach(direct): map the region, meet the others there, and find out whether all can read each
@@ -358,18 +368,12 @@ void pc_comm_detach(pc_comm *comm);
 PyObject *pc_shared_run(pc_comm *comm, int kind, PyObject **values);
 /* such a call has gone on in Python, and is over */
 void pc_shared_end(pc_comm *comm, int kind);
-/* without so many axes; its length */
-uint32_t pc_describe_array(const struct pc_array *x, int skipped, unsigned char *to);
-
 /* of blocks that differ in shape */
 PyObject *pc_shared_uneven(pc_comm *comm, int method, PyObject **values);
-/* shared_reduce_scatterv.c: a reduce_scatter whose blocks differ in length; and one whose arguments
-   Python has checked */
+/* a reduce_scatter whose blocks differ in length */
 PyObject *pc_shared_reduce_scatterv(pc_comm *comm, PyObject **values);
-extern PyMethodDef pc_reduce_rows_methods[];
 void pc_shared_init(void);
 
-PyType_Spec *pc_comm_spec(void); /* comm_type.c */
 extern PyTypeObject *pc_comm_type;
 
 #endif

@@ -5,6 +5,7 @@
 #include "python/arguments/timeout.h"
 
 #include <stdlib.h>
+#include <structmember.h>
 #include <sys/mman.h>
 
 /* --- what is set ------------------------------------------------------------------------------ */
@@ -127,18 +128,10 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     comm->compared = PyMem_Calloc((size_t)size, sizeof *comm->compared);
     if (comm->local == NULL || comm->pids == NULL || comm->compared == NULL)
         PyErr_NoMemory();
-    for (Py_ssize_t index = 0; !PyErr_Occurred() && index < size; index++) {
-        PyObject *item = PySequence_GetItem(ranks, index);
-        comm->local[index] = item != NULL ? (int)PyLong_AsLong(item) : 0;
-        Py_XDECREF(item);
-        if (!PyErr_Occurred() && (comm->local[index] < 0 || comm->local[index] >= comm->host->size))
-            PyErr_SetString(PyExc_ValueError, "there is no such rank on this host");
-    }
-    if (PyErr_Occurred()) {
-        Py_DECREF(comm);
-        return NULL;
-    }
-    return (PyObject *)comm;
+    else if (pc_read_ranks(ranks, size, 0, memory->size - 1, comm->local))
+        return (PyObject *)comm;
+    Py_DECREF(comm);
+    return NULL;
 }
 
 static int comm_traverse(pc_comm *comm, visitproc visit, void *arg) {
@@ -170,9 +163,6 @@ static void comm_dealloc(pc_comm *comm) {
     pc_free(comm);
 }
 
-static PyObject *comm_get_number(pc_comm *comm, void *Py_UNUSED(unused)) {
-    return PyLong_FromUnsignedLongLong(comm->number);
-}
 static PyObject *comm_get_internal(pc_comm *comm, void *Py_UNUSED(unused)) {
     /* a call that was heard only is still to be made */
     return PyLong_FromUnsignedLongLong(comm->internal + comm->heard);
@@ -228,22 +218,9 @@ static PyObject *comm_get_deadline(pc_comm *comm, void *Py_UNUSED(unused)) {
 static PyObject *comm_get_attached(pc_comm *comm, void *Py_UNUSED(unused)) {
     return PyBool_FromLong(comm->entry >= 0);
 }
-static PyObject *comm_get_direct(pc_comm *comm, void *Py_UNUSED(unused)) {
-    return PyBool_FromLong(comm->direct);
-}
-
-static PyObject *comm_get_may_use_gpus(pc_comm *comm, void *Py_UNUSED(unused)) {
-    return PyBool_FromLong(comm->may_use_gpus);
-}
-static int comm_set_may_use_gpus(pc_comm *comm, PyObject *value, void *Py_UNUSED(unused)) {
-    comm->may_use_gpus = value == Py_True;
-    return 0;
-}
-
 static PyGetSetDef comm_getset[] = {
     {"op_timeout", (getter)comm_get_op_timeout, (setter)comm_set_op_timeout,
      "Default deadline of a call, seconds; inf: none.", NULL},
-    {"number", (getter)comm_get_number, NULL, "Number of the last call.", NULL},
     {"internal", (getter)comm_get_internal, NULL, "Number of calls that were not the user's.",
      NULL},
     {"piece_nbytes", (getter)comm_get_piece_nbytes, NULL,
@@ -257,14 +234,22 @@ static PyGetSetDef comm_getset[] = {
      "Bytes of its region that take memory; 0 if it is not mapped.", NULL},
     {"deadline", (getter)comm_get_deadline, NULL,
      "Until when the call under way may take, of time.monotonic; math.inf: it has none.", NULL},
-    {"may_use_gpus", (getter)comm_get_may_use_gpus, (setter)comm_set_may_use_gpus,
-     "Whether large reductions ask all ranks if they are for GPUs; the same on all ranks.", NULL},
     {"attached", (getter)comm_get_attached, NULL, "Whether its region is mapped.", NULL},
-    {"direct", (getter)comm_get_direct, NULL, "Whether the ranks read each other's memory.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+static PyMemberDef comm_members[] = {
+    {"number", T_ULONGLONG, offsetof(pc_comm, number), READONLY, "number of the last call"},
+    {"may_use_gpus", T_BOOL, offsetof(pc_comm, may_use_gpus), 0,
+     "whether large reductions ask all ranks if they are for GPUs; the same on all ranks"},
+    {"direct", T_BOOL, offsetof(pc_comm, direct), READONLY,
+     "whether the ranks read each other's memory"},
+    {NULL, 0, 0, 0, NULL},
+};
+
 #define COMM_METHOD(name, flags, doc) {#name, (PyCFunction)(void (*)(void))comm_##name, flags, doc}
+#define COMM_CALL(name, doc) \
+    {#name, (PyCFunction)(void (*)(void))pc_comm_##name, METH_VARARGS, doc}
 static PyMethodDef comm_methods[] = {
     {"attach", (PyCFunction)pc_comm_attach, METH_O,
      "Map the region and meet the other ranks there."},
@@ -275,37 +260,33 @@ static PyMethodDef comm_methods[] = {
     COMM_METHOD(release, METH_NOARGS, "Let others call."),
     COMM_METHOD(entered, METH_O, "Number of the last call that a rank has entered."),
     COMM_METHOD(differing, METH_NOARGS, "The first call that another rank has made differently."),
+    COMM_CALL(run, "Run a collective on contiguous memory."),
+    COMM_CALL(announce, "The root's part of a broadcast or scatter."),
+    COMM_CALL(hear, "Wait for what the root announces."),
+    COMM_CALL(receive, "Receive what the root has announced."),
+    COMM_CALL(value_hash, "Hash of an array's dtype and shape, as announced."),
+    COMM_CALL(uneven, "Run a collective of blocks that differ in shape. `given`: head and memory "
+                      "of each of this rank's; `places` returns, for the heads of those that "
+                      "come, where they go, None: nowhere."),
+    COMM_CALL(reduce_rows, "Run a reduce_scatterv on contiguous memory."),
     {NULL, NULL, 0, NULL},
 };
 
-static PyMethodDef *all_methods(void) {
-    static PyMethodDef methods[64];
-    PyMethodDef *parts[] = {comm_methods, pc_comm_calls, pc_uneven_methods,
-                            pc_reduce_rows_methods};
-    int count = 0;
-    for (size_t part = 0; part < sizeof parts / sizeof *parts; part++)
-        for (PyMethodDef *method = parts[part]; method->ml_name != NULL; method++)
-            methods[count++] = *method;
-    return methods;
-}
+static PyType_Slot comm_slots[] = {
+    {Py_tp_new, comm_new},
+    {Py_tp_dealloc, comm_dealloc},
+    {Py_tp_traverse, comm_traverse},
+    {Py_tp_clear, comm_clear},
+    {Py_tp_methods, comm_methods},
+    {Py_tp_getset, comm_getset},
+    {Py_tp_members, comm_members},
+    {Py_tp_doc, "The shared memory of one communicator."},
+    {0, NULL},
+};
 
-PyType_Spec *pc_comm_spec(void) {
-    static PyType_Slot slots[] = {
-        {Py_tp_new, comm_new},
-        {Py_tp_dealloc, comm_dealloc},
-        {Py_tp_traverse, comm_traverse},
-        {Py_tp_clear, comm_clear},
-        {Py_tp_getset, comm_getset},
-        {Py_tp_doc, "The shared memory of one communicator."},
-        {Py_tp_methods, NULL},
-        {0, NULL},
-    };
-    static PyType_Spec spec = {
-        .name = "pycoll._transports._core.Comm",
-        .basicsize = sizeof(pc_comm),
-        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-        .slots = slots,
-    };
-    slots[6].pfunc = all_methods();
-    return &spec;
-}
+PyType_Spec pc_comm_spec = {
+    .name = "pycoll._transports._core.Comm",
+    .basicsize = sizeof(pc_comm),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = comm_slots,
+};

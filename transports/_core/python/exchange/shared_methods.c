@@ -6,8 +6,9 @@
 PyObject *pc_argument_names[ARGUMENTS], *pc_op_names[PC_OPS];
 
 void pc_shared_init(void) {
-    static const char *names[ARGUMENTS] = {"x",         "op",      "root",   "out",
-                                           "algorithm", "timeout", "counts", "xs"};
+    static const char *names[ARGUMENTS] = {
+        "x",  "op",   "root",   "out", "algorithm", "timeout", "counts",
+        "xs", "dest", "source", "tag", "status",    "sendtag", "recvtag"};
     static const char *ops[PC_OPS] = {"sum", "prod", "min",  "max", "avg", "band",
                                       "bor", "bxor", "land", "lor", "lxor"};
     for (int index = 0; index < ARGUMENTS; index++)
@@ -84,28 +85,12 @@ done:
     return result;
 }
 
-/* Write what `conversion.describe` writes; returns its length. */
-uint32_t pc_describe_array(const struct pc_array *x, int skipped, unsigned char *to) {
-    int ndim = x->ndim - skipped;
-    uint32_t kind_nbytes = (uint32_t)pc_kind_of(x, (char *)to + 3);
-    to[0] = (unsigned char)x->dtype;
-    to[1] = (unsigned char)kind_nbytes;
-    to[2] = (unsigned char)ndim;
-    for (int axis = 0; axis < ndim; axis++) {
-        uint64_t dim = (uint64_t)x->dims[axis + skipped];
-        memcpy(to + 3 + kind_nbytes + 8 * axis, &dim, 8);
-    }
-    return 3 + kind_nbytes + 8 * (uint32_t)ndim;
-}
-
-#define MAX_NDIM 32
-
 /* The arrays of a call that is announced: `x` of the root, `out` of a scatter, and elsewhere of a
    broadcast, too. False: leave it to Python. What is there must be released in any case. */
 static bool view_announced(pc_comm *comm, int kind, PyObject **values, int root,
                            struct pc_array *x, struct pc_array *out) {
     bool is_root = comm->rank == root;
-    if (is_root && (!pc_memory_of(values[X], x) || x->ndim > MAX_NDIM))
+    if (is_root && (!pc_memory_of(values[X], x) || x->ndim > PC_DESCRIBED_DIMS))
         return false;
     if (is_root && kind == PC_BROADCAST)
         return true;
@@ -127,17 +112,16 @@ static PyObject *announce(pc_comm *comm, int kind, PyObject **values, int root,
     call.out = out->data;
     int status;
     if (comm->rank == root) {
-        unsigned char description[3 + PC_MOST_KIND_NBYTES + 8 * MAX_NDIM];
+        unsigned char description[PC_LONGEST_DESCRIPTION];
         int skipped = kind == PC_SCATTER;
         call.x = x->data;
         call.nbytes = skipped ? x->nbytes / (size_t)comm->size : x->nbytes;
         struct pc_header header = {.nbytes = call.nbytes, .address = (uintptr_t)x->data, .form = 0};
         header.value = pc_hash_dims((uint64_t)x->dtype, x->ndim - skipped, x->dims + skipped);
-        header.description_nbytes = pc_describe_array(x, skipped, description);
+        header.description_nbytes = pc_describe_memory(x, skipped, description);
         status = pc_announce(&call, &header, description);
         PyObject *result = skipped ? values[OUT] : values[X];
-        pc_hold(&call.call); /* the interpreter's lock, before a reference is counted */
-        return pc_call_end(&call, status, Py_NewRef(result));
+        return pc_call_end_with(&call, status, result);
     }
     struct pc_slot *slot;
     status = pc_hear(&call, &slot);
@@ -153,8 +137,7 @@ static PyObject *announce(pc_comm *comm, int kind, PyObject **values, int root,
         }
         status = pc_receive(&call, slot);
     }
-    pc_hold(&call.call);
-    return pc_call_end(&call, status, Py_NewRef(kind == PC_SCATTER ? values[OUT] : values[X]));
+    return pc_call_end_with(&call, status, kind == PC_SCATTER ? values[OUT] : values[X]);
 }
 
 static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int root) {
@@ -179,8 +162,7 @@ PC_HOT PyObject *pc_shared_run(pc_comm *comm, int kind, PyObject **values) {
             return NULL;
         pc_sign(&call, 0, 0, NULL);
         int status = pc_exchange_run(&call);
-        pc_hold(&call.call);
-        return pc_call_end(&call, status, Py_NewRef(Py_None));
+        return pc_call_end_with(&call, status, Py_None);
     }
     if (root < 0 || values[X] == NULL)
         return NULL;

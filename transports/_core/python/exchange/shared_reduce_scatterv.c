@@ -117,12 +117,11 @@ static PyObject *run_checked(pc_comm *comm, int dtype, int op, PyObject *shape, 
     call.out = out->buf;
     set_rows(&call, begins, num_rows > 0 ? (size_t)x->len / num_rows : 0, ndim, dims);
     int status = pc_exchange_run(&call);
-    pc_hold(&call.call); /* the interpreter's lock, before a reference is counted */
-    return pc_call_end(&call, status, Py_NewRef(Py_None));
+    return pc_call_end_with(&call, status, Py_None);
 }
 
 /* reduce_rows(dtype, op, shape, counts, x, out) */
-static PyObject *reduce_rows(pc_comm *comm, PyObject *args) {
+PyObject *pc_comm_reduce_rows(pc_comm *comm, PyObject *args) {
     PyObject *shape, *counts;
     int dtype, op;
     Py_buffer x, out;
@@ -133,9 +132,3 @@ static PyObject *reduce_rows(pc_comm *comm, PyObject *args) {
     PyBuffer_Release(&out);
     return result;
 }
-
-PyMethodDef pc_reduce_rows_methods[] = {
-    {"reduce_rows", (PyCFunction)(void (*)(void))reduce_rows, METH_VARARGS,
-     "Run a reduce_scatterv on contiguous memory."},
-    {NULL, NULL, 0, NULL},
-};

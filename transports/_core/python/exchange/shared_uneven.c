@@ -15,7 +15,6 @@
 #define MIN_ROW_NBYTES ((size_t)512)
 #define MAX_ROW_NBYTES ((size_t)2048)
 #define ALIGNMENT 64 /* as in pycoll/_calls/blocks.py */
-#define MAX_NDIM 32
 
 /* What a rank has left to say after its rows. With long heads the call goes by messages. */
 enum { NOTHING, LARGE_BLOCKS, LONG_HEADS };
@@ -90,7 +89,7 @@ static uint64_t write_row(const struct given *given, unsigned char *row, size_t 
     unsigned char *at = row + sizeof(struct front);
     size_t room = row_nbytes - sizeof(struct front), head_nbytes;
     if (given->head == NULL) {
-        uint32_t length = pc_describe_array(&given->array, 0, at + 4);
+        uint32_t length = pc_describe_memory(&given->array, 0, at + 4);
         memcpy(at, &length, 4);
         head_nbytes = pc_round_up(4 + (size_t)length, ALIGNMENT);
         memset(at + 4 + length, 0, head_nbytes - 4 - length);
@@ -189,8 +188,7 @@ static int first_round(struct uneven_call *call) {
             return -1;
         int status = has_long_rows(call) ? exchange_long(call, &round)
                                          : exchange_slots(call, &round);
-        pc_hold(&round.call); /* the interpreter's lock, before a reference is counted */
-        if (pc_call_end(&round, status, Py_NewRef(Py_None)) == NULL)
+        if (pc_call_end_with(&round, status, Py_None) == NULL)
             return -1;
         Py_DECREF(Py_None);
     }
@@ -252,8 +250,7 @@ static int second_round(const struct uneven_call *call, int status) {
         return -1;
     if (status == 0)
         status = pc_direct_fetch(&round, pieces, count);
-    pc_hold(&round.call);
-    if (pc_call_end(&round, status, Py_NewRef(Py_None)) == NULL)
+    if (pc_call_end_with(&round, status, Py_None) == NULL)
         return -1;
     Py_DECREF(Py_None);
     return 0;
@@ -290,7 +287,7 @@ static bool view_given(struct uneven_call *call, PyObject *x, PyObject **kept) {
             return false;
         call->num_given++;
         call->x = index == 0 ? item : call->x;
-        if (array->ndim > MAX_NDIM || array->dtype != call->given[0].array.dtype)
+        if (array->ndim > PC_DESCRIBED_DIMS || array->dtype != call->given[0].array.dtype)
             return false;
     }
     call->dtype = call->method == PC_SCATTERV ? 0 : call->given[0].array.dtype;
@@ -324,36 +321,27 @@ static bool may_be_out(const struct uneven_call *call, const struct pc_array *wh
    NULL, perhaps with an exception: Python must. */
 static PyObject *place_of(const struct uneven_call *call, struct block *block, PyObject *out,
                           const struct pc_array *whole, intptr_t *row) {
-    const unsigned char *said = block->head + 4; /* what pc_describe_array writes */
-    int dtype = said[0], ndim = said[2];
-    size_t kind_nbytes = said[1], nbytes = pc_itemsize(dtype);
-    intptr_t dims[MAX_NDIM];
-    const struct pc_library *library;
-    char format;
-    if (ndim > MAX_NDIM || block->head_nbytes != 7 + kind_nbytes + 8 * (size_t)ndim ||
-        (call->num_given > 0 && dtype != call->given[0].array.dtype) ||
-        !pc_kind_is_known(said + 3, kind_nbytes, dtype, ndim, &library, &format))
+    struct pc_described said;
+    if (!pc_read_description(block->head + 4, block->head_nbytes - 4, &said) ||
+        (call->num_given > 0 && said.dtype != call->given[0].array.dtype))
         return NULL;
-    for (int axis = 0; axis < ndim; axis++) {
-        memcpy(&dims[axis], said + 3 + kind_nbytes + 8 * (size_t)axis, 8);
-        nbytes *= (size_t)dims[axis];
-    }
     struct pc_array *place = &block->place;
     if (out == NULL)
-        return pc_memory_empty(library, format, dtype, ndim, dims, place);
-    place->nbytes = nbytes;
+        return pc_memory_empty(said.library, said.format, said.dtype, said.ndim, said.dims, place);
+    place->nbytes = said.nbytes;
+    bool is_alike = said.dtype == whole->dtype;
     if (call->method == PC_SCATTERV) {
         place->data = whole->data;
-        return dtype == whole->dtype && ndim == whole->ndim && dims_equal(ndim, dims, whole->dims)
-                   ? Py_NewRef(out)
-                   : NULL;
+        is_alike &= said.ndim == whole->ndim && dims_equal(said.ndim, said.dims, whole->dims);
+        return is_alike ? Py_NewRef(out) : NULL;
     }
-    if (dtype != whole->dtype || !rows_alike(whole, ndim, dims) || dims[0] > whole->dims[0] - *row)
+    if (!is_alike || !rows_alike(whole, said.ndim, said.dims) ||
+        said.dims[0] > whole->dims[0] - *row)
         return NULL;
     size_t row_nbytes = whole->dims[0] > 0 ? whole->nbytes / (size_t)whole->dims[0] : 0;
     place->data = (char *)whole->data + (size_t)*row * row_nbytes;
     block->begin = *row;
-    block->end = *row += dims[0];
+    block->end = *row += said.dims[0];
     return Py_NewRef(Py_None); /* a slice, when the block has come: it may be a copy */
 }
 
@@ -459,7 +447,7 @@ static int find_places(const struct uneven_call *call, PyObject *places) {
 }
 
 /* uneven(method, dtype, salt, root, given, places) -> whether it must go by messages */
-static PyObject *comm_uneven(pc_comm *comm, PyObject *args) {
+PyObject *pc_comm_uneven(pc_comm *comm, PyObject *args) {
     int method, dtype, root;
     unsigned long long salt;
     PyObject *items, *places, *result = NULL;
@@ -489,11 +477,3 @@ static PyObject *comm_uneven(pc_comm *comm, PyObject *args) {
     release(&call);
     return result;
 }
-
-PyMethodDef pc_uneven_methods[] = {
-    {"uneven", (PyCFunction)(void (*)(void))comm_uneven, METH_VARARGS,
-     "Run a collective of blocks that differ in shape. `given`: head and memory of each of this "
-     "rank's; `places` returns, for the heads of those that come, where they go, None: nowhere."},
-    {NULL, NULL, 0, NULL},
-};
-

@@ -54,16 +54,6 @@ pc_host *pc_host_of(PyObject *object) {
     return NULL;
 }
 
-static PyObject *host_sleep(pc_host_object *self, PyObject *Py_UNUSED(unused)) {
-    pc_host_sleep(&self->host);
-    Py_RETURN_NONE;
-}
-
-static PyObject *host_awake(pc_host_object *self, PyObject *Py_UNUSED(unused)) {
-    pc_host_awake(&self->host);
-    Py_RETURN_NONE;
-}
-
 static PyObject *host_set_status(pc_host_object *self, PyObject *text) {
     Py_ssize_t nbytes;
     const char *bytes = PyUnicode_AsUTF8AndSize(text, &nbytes);
@@ -107,9 +97,6 @@ static PyMethodDef host_methods[] = {
      "Whether the arrays of this process lie in this memory, and not in another world's."},
     {"window", (PyCFunction)host_window, METH_VARARGS,
      "Bytes in the arena of a rank, as they are mapped here."},
-    {"sleep", (PyCFunction)host_sleep, METH_NOARGS,
-     "Announce that a thread goes to sleep until the doorbell rings."},
-    {"awake", (PyCFunction)host_awake, METH_NOARGS, "Take that back."},
     {"set_status", (PyCFunction)host_set_status, METH_O,
      "Say in the control memory what this rank is doing."},
     {"see_failure", (PyCFunction)host_see_failure, METH_NOARGS, "Take note of the failure epoch."},

@@ -54,7 +54,7 @@ static int64_t tag_of(const unsigned char *header) {
 static bool is_wanted(const pc_messages *self, const unsigned char *header, size_t header_nbytes,
                       size_t nbytes, const struct pc_incoming_call *incoming) {
     uint64_t ident;
-    if (header_nbytes < HEADER_NBYTES + DESCRIPTION_NBYTES || header[0] != KIND_P2P ||
+    if (header_nbytes < HEADER_NBYTES + 3 || header[0] != KIND_P2P ||
         header[17] != PC_FORM_ARRAY)
         return false;
     memcpy(&ident, header + 1, 8);

@@ -7,8 +7,11 @@
 
 #include <stdlib.h>
 
-static const signed char sendrecv_order[] = {X, DEST, SOURCE, SENDTAG, RECVTAG, OUT, STATUS, -1},
-                         probe_order[] = {SOURCE, TAG, -1};
+static const signed char send_order[] = {X, DEST, TAG, -1, TIMEOUT, -1},
+                         recv_order[] = {SOURCE, TAG, OUT, STATUS, -1, TIMEOUT, -1},
+                         sendrecv_order[] = {X,   DEST,   SOURCE, SENDTAG, RECVTAG,
+                                             OUT, STATUS, -1,     TIMEOUT, -1},
+                         probe_order[] = {SOURCE, TAG, -1, TIMEOUT, -1};
 
 /* A blocking send without a deadline will never be taken back. */
 static enum pc_way way_of(uint64_t timeout_ns) {
@@ -44,26 +47,6 @@ static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t co
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
 }
 
-static PyObject *messages_send(pc_messages *self, PyObject *const *args, Py_ssize_t count,
-                               PyObject *keywords) {
-    return do_send(self, args, count, keywords, PC_SEND, true, "send");
-}
-
-static PyObject *messages_ssend(pc_messages *self, PyObject *const *args, Py_ssize_t count,
-                                PyObject *keywords) {
-    return do_send(self, args, count, keywords, PC_SSEND, true, "ssend");
-}
-
-static PyObject *messages_isend(pc_messages *self, PyObject *const *args, Py_ssize_t count,
-                                PyObject *keywords) {
-    return do_send(self, args, count, keywords, PC_SEND, false, "isend");
-}
-
-static PyObject *messages_issend(pc_messages *self, PyObject *const *args, Py_ssize_t count,
-                                 PyObject *keywords) {
-    return do_send(self, args, count, keywords, PC_SSEND, false, "issend");
-}
-
 static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t count,
                             PyObject *keywords, bool is_blocking, const char *name) {
     PyObject *values[ARGUMENTS] = {NULL};
@@ -83,16 +66,6 @@ static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t
     struct pc_request *request = pc_messages_receive(self, &incoming, PC_RECV, is_blocking);
     pc_memory_release(&incoming.array); /* which the request keeps */
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
-}
-
-static PyObject *messages_recv(pc_messages *self, PyObject *const *args, Py_ssize_t count,
-                               PyObject *keywords) {
-    return do_receive(self, args, count, keywords, true, "recv");
-}
-
-static PyObject *messages_irecv(pc_messages *self, PyObject *const *args, Py_ssize_t count,
-                                PyObject *keywords) {
-    return do_receive(self, args, count, keywords, false, "irecv");
 }
 
 /* The requests of a receive and a send at the same time; false: there is an exception. */
@@ -151,15 +124,19 @@ static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t co
     return both;
 }
 
-static PyObject *messages_sendrecv(pc_messages *self, PyObject *const *args, Py_ssize_t count,
-                                   PyObject *keywords) {
-    return do_both(self, args, count, keywords, true, "sendrecv");
-}
-
-static PyObject *messages_isendrecv(pc_messages *self, PyObject *const *args, Py_ssize_t count,
-                                    PyObject *keywords) {
-    return do_both(self, args, count, keywords, false, "isendrecv");
-}
+#define CALL(name, made_by, ...)                                                            \
+    static PyObject *messages_##name(pc_messages *self, PyObject *const *args,              \
+                                     Py_ssize_t count, PyObject *keywords) {                \
+        return made_by(self, args, count, keywords, __VA_ARGS__, #name);                    \
+    }
+CALL(send, do_send, PC_SEND, true)
+CALL(ssend, do_send, PC_SSEND, true)
+CALL(isend, do_send, PC_SEND, false)
+CALL(issend, do_send, PC_SSEND, false)
+CALL(recv, do_receive, true)
+CALL(irecv, do_receive, false)
+CALL(sendrecv, do_both, true)
+CALL(isendrecv, do_both, false)
 
 /* The request of a probe; NULL with an exception, or without one: leave it to Python. */
 static struct pc_request *start_probe(pc_messages *self, PyObject *const *args, Py_ssize_t count,

@@ -1,44 +1,18 @@
 /* From messages to what a receive returns. See request.h. */
 #include "request.h"
 #include "base/copy.h"
-#include "reduce/reduce.h"
 
 #include <stdlib.h>
 
 /* --- what a header says ----------------------------------------------------------------------- */
 
-/* What an array is, as its header describes it. */
-struct described {
-    const struct pc_library *library;
-    char format;
-    int dtype, ndim;
-    intptr_t dims[MAX_DIMS];
-};
-
 /* Read the description of a message. False: it is no array of a kind that is known here, or its
    length is another one. */
 static bool array_of(const unsigned char *header, size_t header_nbytes, size_t nbytes,
-                     struct described *array) {
-    /* code, length of the kind, dimensions, kind, shape */
-    const unsigned char *description = header + HEADER_NBYTES;
-    if (header_nbytes < HEADER_NBYTES + DESCRIPTION_NBYTES || header[PC_FORM_AT] != PC_FORM_ARRAY)
-        return false;
-    size_t kind_nbytes = description[1];
-    array->dtype = description[0];
-    array->ndim = description[2];
-    if (array->ndim > MAX_DIMS ||
-        header_nbytes !=
-            HEADER_NBYTES + DESCRIPTION_NBYTES + kind_nbytes + 8 * (size_t)array->ndim ||
-        !pc_kind_is_known(description + DESCRIPTION_NBYTES, kind_nbytes, array->dtype, array->ndim,
-                          &array->library, &array->format))
-        return false;
-    memcpy(array->dims, description + DESCRIPTION_NBYTES + kind_nbytes, 8 * (size_t)array->ndim);
-    size_t wanted = pc_itemsize(array->dtype);
-    for (int axis = 0; axis < array->ndim; axis++)
-        if (array->dims[axis] < 0 ||
-            __builtin_mul_overflow(wanted, (size_t)array->dims[axis], &wanted))
-            return false;
-    return wanted == nbytes;
+                     struct pc_described *array) {
+    return header_nbytes > HEADER_NBYTES && header[PC_FORM_AT] == PC_FORM_ARRAY &&
+           pc_read_description(header + HEADER_NBYTES, header_nbytes - HEADER_NBYTES, array) &&
+           array->nbytes == nbytes;
 }
 
 static bool is_object(const unsigned char *header, size_t header_nbytes) {
@@ -46,7 +20,7 @@ static bool is_object(const unsigned char *header, size_t header_nbytes) {
 }
 
 bool pc_value_is_known(const unsigned char *header, size_t header_nbytes, size_t nbytes) {
-    struct described array;
+    struct pc_described array;
     return is_object(header, header_nbytes) || array_of(header, header_nbytes, nbytes, &array);
 }
 
@@ -101,7 +75,7 @@ static void receive(struct claim *claim) {
 }
 
 static PyObject *new_array(const struct claim *claim, void **data) {
-    struct described like;
+    struct pc_described like;
     struct pc_array view;
     if (!array_of(claim->header, claim->header_nbytes, claim->nbytes, &like))
         return NULL;
