@@ -7,7 +7,9 @@
 
 #include "python/exchange/comm.h"
 
+#ifndef MAX_RANKS
 #define MAX_RANKS 5
+#endif
 
 /* What a rank that sleeps waits for, for the others to see. Relaxed, so that it orders nothing and
    so hides no race; only a suspicion is confirmed with sequential consistency. */

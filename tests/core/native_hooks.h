@@ -12,10 +12,11 @@
 #include <sys/uio.h>
 #include <time.h>
 
-/* So that random values go in several pieces. */
-#define PC_PIECE_NBYTES ((size_t)20 << 10)
 /* So that every copy within the process is `hook_memcpy`. */
 #define PC_LOOP_NBYTES SIZE_MAX
+#ifndef NATIVE_AS_BUILT
+/* So that random values go in several pieces. */
+#define PC_PIECE_NBYTES ((size_t)20 << 10)
 /* So that trials concern all large values, and happen now and then. */
 #define PC_CHOICE_FROM ((size_t)1)
 #define PC_TURNS_BETWEEN 2
@@ -32,6 +33,7 @@
 #define PC_HELP_PIECE(nbytes) ((nbytes) / 5 + 1)
 /* So that clocks which run away end no wait for a piece. */
 #define PC_LONGEST_PIECE_NS UINT64_MAX
+#endif
 
 /* A copy with, now and then, a pause in the middle; the regions may overlap if `to` is the lower
    one. */
@@ -47,8 +49,12 @@ ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count,
 ssize_t hook_writev(int pid, const struct iovec *local, unsigned long count,
                     const struct iovec *remote);
 
-/* Flags of others that a rank has waited for, whether it had to or not; bytes that it copied. */
-extern _Thread_local uint64_t native_waits, native_copied;
+/* What a rank has done: flags of others that it waited for, whether it had to or not; bytes that it
+   copied; calls of the kernel to copy, and their bytes. */
+struct native_tally {
+    uint64_t waits, copied, kernel_calls, kernel_copied;
+};
+extern _Thread_local struct native_tally native_tally;
 
 #ifndef PYCOLL_NATIVE_HOOKS_THEMSELVES
 #define memcpy(to, from, nbytes) hook_memcpy(to, from, nbytes)
@@ -60,7 +66,7 @@ extern _Thread_local uint64_t native_waits, native_copied;
 #define process_vm_writev(pid, local, local_count, remote, remote_count, flags) \
     hook_writev(pid, local, local_count, remote)
 #include "host/wait.h"
-#define pc_wait(...) (native_waits++, (pc_wait)(__VA_ARGS__))
+#define pc_wait(...) (native_tally.waits++, (pc_wait)(__VA_ARGS__))
 #endif
 
 #endif

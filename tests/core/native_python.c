@@ -9,7 +9,7 @@
 
 _Thread_local uint64_t native_seed = 1;
 _Thread_local bool native_impatient;
-_Thread_local uint64_t native_waits, native_copied;
+_Thread_local struct native_tally native_tally;
 static _Thread_local bool has_lock = true;
 static _Thread_local uint64_t runaway_ns;
 
@@ -46,7 +46,7 @@ void native_delay(void) {
 
 void *hook_memcpy(void *to, const void *from, size_t nbytes) {
     size_t half = nbytes / 2;
-    native_copied += nbytes;
+    native_tally.copied += nbytes;
     memmove(to, from, half);
     native_delay();
     memmove((char *)to + half, (const char *)from + half, nbytes - half);
@@ -64,9 +64,15 @@ int hook_clock(struct timespec *now) {
     return status;
 }
 
+static void tell_kernel_copy(const struct iovec *remote) {
+    native_tally.kernel_calls++;
+    native_tally.kernel_copied += remote->iov_len;
+}
+
 ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count,
                    const struct iovec *remote) {
     native_delay();
+    tell_kernel_copy(remote);
 #ifdef __SANITIZE_THREAD__
     (void)pid;
     size_t copied = 0;
@@ -87,6 +93,7 @@ ssize_t hook_writev(int pid, const struct iovec *local, unsigned long count,
         errno = EFAULT;
         return -1;
     }
+    tell_kernel_copy(remote);
 #ifdef __SANITIZE_THREAD__
     (void)pid;
     size_t copied = 0;

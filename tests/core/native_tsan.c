@@ -1,7 +1,7 @@
 /* The native collectives under ThreadSanitizer: ranks as threads of one program over one mapping.
 
        native_tsan OPERATIONS SEED
-       native_tsan counts SPINS NBYTES    what an all_reduce waits for, reads and copies
+       native_tsan counts KIND NBYTES SPINS    what each rank does in a call; see benchmarks/counts
 
    The core's files run as they are: each rank has a pc_host and a pc_comm of its own, and only what
    they call in Python is played by native_python.c and native_sleep.c. A communicator makes a
@@ -23,7 +23,9 @@
 #include <unistd.h>
 
 #define CALLS_A_COMM 2000
+#ifndef MAX_GIVEN
 #define MAX_GIVEN ((size_t)32 << 10) /* bytes that a rank gives at most */
+#endif
 #define MAX_NBYTES (MAX_GIVEN * MAX_RANKS)
 #define SLOT_NBYTES sizeof(((struct pc_slot *)0)->data)
 #define UNSEEN __attribute__((no_sanitize_thread))
@@ -59,12 +61,12 @@ UNSEEN static void combine_block(int op, int dtype, unsigned char *left, const u
         }
 }
 
-static _Thread_local uint64_t native_read; /* by reductions */
+static _Thread_local uint64_t native_reduced; /* bytes that were read for it */
 
 static void reduce(int op, int dtype, void *out, const void *const *in, int n, size_t count) {
     unsigned char left[1024], right[1024];
     size_t nbytes = count * pc_itemsize(dtype);
-    native_read += nbytes * (size_t)n;
+    native_reduced += nbytes * (size_t)n;
     for (size_t at = 0; at < nbytes; at += sizeof left) {
         size_t length = nbytes - at < sizeof left ? nbytes - at : sizeof left;
         memcpy(left, (const unsigned char *)in[0] + at, length);
@@ -103,7 +105,7 @@ void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims)
 unsigned char *pc_scratch(pc_comm *comm, size_t nbytes) {
     if (comm->scratch_nbytes < nbytes) {
         free(comm->scratch);
-        comm->scratch = malloc(nbytes);
+        comm->scratch = aligned_alloc(PC_PAGE, pc_round_up(nbytes, PC_PAGE));
         comm->scratch_nbytes = nbytes;
     }
     return comm->scratch;
@@ -393,31 +395,38 @@ static void give_up(struct rank *rank, unsigned char *x, unsigned char *out) {
         memset(x, 0x77, MAX_GIVEN);
 }
 
-/* With "counts" all make the same call again and again; on cores of their own, if `spins` > 0. */
+/* With "counts" MAX_RANKS ranks make the same call again and again, on cores of their own if `spins`
+   is not 0, and say what each call was for them. */
 static struct {
-    int spins;
+    int kind, spins;
     size_t nbytes;
 } counted;
 
 static void count(struct rank *rank, unsigned char *x, unsigned char *out, unsigned char *copy) {
-    enum { BEFORE = 20, CALLS = 20 };
-    struct call call = {.kind = PC_ALL_REDUCE, .dtype = U64, .size = rank->comm.size};
+    enum { BEFORE = 10, CALLS = 5 };
+    struct call call = {.kind = counted.kind, .dtype = U64, .size = rank->comm.size};
+    struct native_tally before = {0}, *now = &native_tally;
     call.count = counted.nbytes / 8;
-    uint64_t waits = 0, copied = 0;
     for (; call.ident < BEFORE + CALLS; call.ident++) {
         if (call.ident == BEFORE)
-            waits = native_waits, copied = native_copied, native_read = 0;
+            before = *now, native_reduced = 0;
         run_call(rank, &call, x, out, copy);
     }
-    printf("%d ranks, %zu bytes: rank %d waits for %g flags, reads %g bytes, copies %g\n",
-           rank->comm.size, counted.nbytes, rank->comm.rank, (double)(native_waits - waits) / CALLS,
-           (double)native_read / CALLS, (double)(native_copied - copied) / CALLS);
+    printf("%d: %g %g %g %g %g\n", rank->comm.rank, (double)(now->waits - before.waits) / CALLS,
+           (double)(now->copied - before.copied) / CALLS, (double)native_reduced / CALLS,
+           (double)(now->kernel_calls - before.kernel_calls) / CALLS,
+           (double)(now->kernel_copied - before.kernel_copied) / CALLS);
+}
+
+static unsigned char *array_of(size_t nbytes) { /* what is counted begins with a page */
+    return counted.nbytes > 0 ? aligned_alloc(PC_PAGE, nbytes) : malloc(nbytes);
 }
 
 static void *be_rank(void *argument) {
     struct rank *rank = argument;
     uint64_t seed = rank->seed;
-    unsigned char *x = malloc(MAX_NBYTES), *out = malloc(MAX_NBYTES), *copy = malloc(MAX_NBYTES);
+    unsigned char *x = array_of(MAX_NBYTES), *out = array_of(MAX_NBYTES);
+    unsigned char *copy = malloc(MAX_NBYTES);
     unsigned char *shared_x = pc_own_arena.base + (size_t)(2 * rank->comm.rank) * MAX_NBYTES;
     unsigned char *shared_out = shared_x + MAX_NBYTES;
     native_rank = rank;
@@ -463,9 +472,11 @@ static void run_comm(uint64_t seed) {
     static struct rank ranks[MAX_RANKS];
     pthread_t threads[MAX_RANKS];
     pc_comm layout = {.size = size, .entry = -1};
-    layout.direct = counted.nbytes == 0 && native_random(&seed) % 2;
+    layout.direct = counted.nbytes > 0 || native_random(&seed) % 2;
     layout.together = native_random(&seed) % 4 > 0;
-    layout.chunk_nbytes = chunk_sizes[counted.nbytes > 0 ? 3 : native_random(&seed) % 4];
+    layout.chunk_nbytes = chunk_sizes[native_random(&seed) % 4];
+    if (counted.nbytes > 0)
+        layout.chunk_nbytes = pc_chunk_nbytes(size);
     layout.slots_offset = pc_round_up((size_t)size * sizeof(struct pc_progress), PC_PAGE);
     layout.big_offset = pc_round_up(
         layout.slots_offset + (size_t)size * PC_SLOTS * sizeof(struct pc_slot), PC_PAGE);
@@ -511,9 +522,10 @@ static void run_comm(uint64_t seed) {
 }
 
 int main(int argc, char **argv) {
-    if (argc == 4 && strcmp(argv[1], "counts") == 0) {
-        counted.spins = atoi(argv[2]);
+    if (argc == 5 && strcmp(argv[1], "counts") == 0) {
+        counted.kind = atoi(argv[2]);
         counted.nbytes = (size_t)atol(argv[3]);
+        counted.spins = atoi(argv[4]);
         run_comm(1);
         return 0;
     }

@@ -39,6 +39,7 @@ SOURCES = (
     "python/exchange/together.c",
     "python/exchange/choice.c",
     "base/processor.c",
+    "host/region.c",
 )
 PROGRAM = ("native_tsan.c", "native_sleep.c", "native_python.c")
 
@@ -89,22 +90,22 @@ def test_random_calls_of_ranks_as_threads_are_right_and_nobody_sleeps_on(
 def test_a_short_all_reduce_of_many_reads_twice_its_length_where_ranks_have_cores(
     tmp_path: Path,
 ) -> None:
-    program = build(tmp_path, CORE, PLAIN)
+    program = build(tmp_path, CORE, (*PLAIN, "-DNATIVE_AS_BUILT", "-DMAX_RANKS=8"))
 
-    def counts(spins: int, nbytes: int) -> set[tuple[float, ...]]:
-        """Flags waited for, bytes reduced and bytes copied by each of five ranks in a call."""
-        run = call([program, "counts", str(spins), str(nbytes)], tmp_path)
+    def counts(nbytes: int, spins: int) -> set[tuple[float, ...]]:
+        """Flags waited for, bytes copied and bytes reduced by each rank in a call."""
+        run = call([program, "counts", "3", str(nbytes), str(spins)], tmp_path)
         assert run.returncode == 0, run.stdout
-        found = re.findall(r"waits for (\S+) flags, reads (\S+) bytes, copies (\S+)", run.stdout)
-        assert len(found) == 5
-        return {tuple(map(float, each)) for each in found}
+        ranks = [line.split()[1:] for line in run.stdout.splitlines()]
+        assert len(ranks) == 8
+        return {tuple(map(float, words[:3])) for words in ranks}
 
     # Ranks that share cores wait for each other once, and read all that the others give.
-    assert counts(0, 5120) == {(4, 5 * 5120, 5120)}
+    assert counts(4096, 0) == {(7, 4096, 8 * 4096)}
     # With cores of their own twice; they read a part of each, and copy the parts of the result.
-    assert counts(30, 5120) == {(8, 5120, 1.8 * 5120)}
+    assert counts(4096, 30) == {(14, 4096 * 15 / 8, 4096)}
     # If there is little to read, once.
-    assert counts(30, 2560) == {(4, 5 * 2560, 2560)}
+    assert counts(2048, 30) == {(7, 2048, 8 * 2048)}
 
 
 FAULTS = faults_for("tests/core/test_core_protocols.py::test_random_calls_of_ranks_as_threads")
