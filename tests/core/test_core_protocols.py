@@ -7,7 +7,6 @@ They are listed in planted_faults.toml.
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
