@@ -1,7 +1,7 @@
 /* The native collectives under ThreadSanitizer: ranks as threads of one program over one mapping.
 
        native_tsan OPERATIONS SEED
-       native_tsan counts KIND NBYTES SPINS    what each rank does in a call; see benchmarks/counts
+       native_tsan counts KIND NBYTES SPINS DIRECT    what each rank does; see benchmarks/counts
 
    The core's files run as they are: each rank has a pc_host and a pc_comm of its own, and only what
    they call in Python is played by native_python.c and native_sleep.c. A communicator makes a
@@ -396,9 +396,9 @@ static void give_up(struct rank *rank, unsigned char *x, unsigned char *out) {
 }
 
 /* With "counts" MAX_RANKS ranks make the same call again and again, on cores of their own if `spins`
-   is not 0, and say what each call was for them. */
+   is not 0, and say what each call was for them. If not `direct` all is streamed. */
 static struct {
-    int kind, spins;
+    int kind, spins, direct;
     size_t nbytes;
 } counted;
 
@@ -472,7 +472,7 @@ static void run_comm(uint64_t seed) {
     static struct rank ranks[MAX_RANKS];
     pthread_t threads[MAX_RANKS];
     pc_comm layout = {.size = size, .entry = -1};
-    layout.direct = counted.nbytes > 0 || native_random(&seed) % 2;
+    layout.direct = counted.nbytes > 0 ? counted.direct : native_random(&seed) % 2;
     layout.together = native_random(&seed) % 4 > 0;
     layout.chunk_nbytes = chunk_sizes[native_random(&seed) % 4];
     if (counted.nbytes > 0)
@@ -522,10 +522,11 @@ static void run_comm(uint64_t seed) {
 }
 
 int main(int argc, char **argv) {
-    if (argc == 5 && strcmp(argv[1], "counts") == 0) {
+    if (argc == 6 && strcmp(argv[1], "counts") == 0) {
         counted.kind = atoi(argv[2]);
         counted.nbytes = (size_t)atol(argv[3]);
         counted.spins = atoi(argv[4]);
+        counted.direct = atoi(argv[5]);
         run_comm(1);
         return 0;
     }
