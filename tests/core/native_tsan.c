@@ -472,7 +472,7 @@ static void run_comm(uint64_t seed) {
     static struct rank ranks[MAX_RANKS];
     pthread_t threads[MAX_RANKS];
     pc_comm layout = {.size = size, .entry = -1};
-    layout.direct = counted.nbytes > 0 ? counted.direct : native_random(&seed) % 2;
+    layout.direct = counted.nbytes > 0 ? counted.direct != 0 : native_random(&seed) % 2 != 0;
     layout.together = native_random(&seed) % 4 > 0;
     layout.chunk_nbytes = chunk_sizes[native_random(&seed) % 4];
     if (counted.nbytes > 0)
