@@ -395,7 +395,7 @@ static void give_up(struct rank *rank, unsigned char *x, unsigned char *out) {
         memset(x, 0x77, MAX_GIVEN);
 }
 
-/* With "counts" MAX_RANKS ranks make the same call again and again, on cores of their own if `spins`
+/* With "counts" MAX_RANKS ranks make the same call again and again, on cores of their own if spins
    is not 0, and say what each call was for them. If not `direct` all is streamed. */
 static struct {
     int kind, spins, direct;
