@@ -1,9 +1,9 @@
 """Reduction operators: their rules for each dtype, and combining two arrays.
 
-`combine` computes ``left op right``, left being the operand of the lower ranks. Values are never
-promoted: integers wrap, bool sum is or, bool prod is and, NaN wins min and max, and 16-bit floats
-are computed in float32 and rounded once. No built-in operator ever warns. The compiled core does it
-where it can, NumPy elsewhere, with the same bits.
+Values are never promoted: integers wrap, bool sum is or, bool prod is and, NaN wins min and max,
+and 16-bit floats are computed in float32 and rounded once. The compiled core does all that. What it
+does not have (functions, minloc and maxloc) is combined here: ``left op right``, left being the
+operand of the lower ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from pycoll import _dtypes as dtypes
-from pycoll._arrays import operators_numpy, user_operators
+from pycoll._arrays import user_operators
 from pycoll._arrays.value import Value
 from pycoll._dtypes import Array, DType
 from pycoll._support.foreign_names import Hinting
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge, public
 from pycoll._support.wording import with_article
-from pycoll._transports._core import reduce
+from pycoll._transports._core import with_default_floats
 
 if TYPE_CHECKING:
     from pycoll._arrays import refusals
@@ -338,15 +338,14 @@ def combine(
     """Write ``left op right`` to `out`, which may be `left` or `right`.
 
     Args:
-        op: an operator that `check` has passed for `dtype`.
+        op: an operator that the core does not have, and `check` has passed for `dtype`.
         dtype: the type of the elements.
         left: operand of the lower ranks, dtype ``dtype.storage``, any strides.
         right: operand of the higher ranks, the same shape and dtype.
         out: the same shape and dtype.
         kind: of the values that a function gets (`user_operators.kind_of`).
 
-    Memory beside the arrays: for arrays that are contiguous and aligned none, but one byte to three
-    an element for minloc and maxloc and what `fn` allocates for others of the user's.
+    Memory beside the arrays: what `fn` allocates; for pairs one byte to three an element.
 
     Raises:
         TypeError: a user's function returned another dtype or shape.
@@ -355,35 +354,33 @@ def combine(
         return
     if not isinstance(op.fn, _Builtin):
         user_operators.combine(op.fn, op.name, dtype, kind, left, right, out)
-    elif dtype.code and _is_plain(left) and _is_plain(right) and _is_plain(out):
-        reduce(op.fn.code, dtype.code, out, (left, right))
     else:
-        operators_numpy.combine(op.fn.ufunc, dtype, left, right, out)
+        with_default_floats(_combine_located, op.fn.ufunc, left, right, out)
 
 
-def _is_plain(array: Array) -> bool:
-    flags = array.flags
-    return flags.c_contiguous and flags.aligned
+def _combine_located(wins: np.ufunc, left: Array, right: Array, out: Array) -> None:
+    """Combine (value, index) pairs: NaN wins, then the better value, then the lower index.
 
-
-def has_finish(op: Op, size: int) -> bool:
-    return op.name == "avg" or (size == 1 and op.name in ("land", "lor", "lxor"))
-
-
-def finish(op: Op, dtype: DType, array: Array, size: int) -> None:
-    """Do in place what is left when the values of all `size` ranks have been combined.
-
-    ``"avg"`` divides by `size`. A logical operator with one rank, where nothing was combined, still
-    gives 0 or 1. The others do nothing.
+    `wins` is true of (right, left) where the right value is better.
     """
-    if size == 1 and op.name in ("land", "lor", "lxor"):
-        combine(_OPS["lor"], dtype, array, array, array)
-    if op.name == "avg" and array.size:
-        operators_numpy.divide(dtype, array, size)
+    assert left.dtype.names is not None
+    value, index = left.dtype.names
+    with np.errstate(all="ignore"):
+        left_nan, right_nan = left[value] != left[value], right[value] != right[value]
+        lower = right[index] < left[index]
+        take_right = wins(right[value], left[value])
+        take_right |= (left[value] == right[value]) & lower
+        take_right &= ~left_nan
+        take_right |= right_nan & (~left_nan | lower)
+    if np.may_share_memory(out, right):
+        np.copyto(out, left, where=~take_right)
+    else:
+        np.copyto(out, left)
+        np.copyto(out, right, where=take_right)
 
 
 class Combiner:
-    """The reduction of byte views by an operator.
+    """The reduction of byte views by an operator that the core does not have.
 
     Args:
         op: the operator.
@@ -394,7 +391,7 @@ class Combiner:
 
     __slots__ = ("_shape", "dtype", "kind", "op")
 
-    def __init__(self, op: Op, dtype: DType, shape: tuple[int, ...], kind: str = "numpy") -> None:
+    def __init__(self, op: Op, dtype: DType, shape: tuple[int, ...], kind: str) -> None:
         self.op = op
         self.dtype = dtype
         self.kind = kind
@@ -408,23 +405,18 @@ class Combiner:
         combine(self.op, self.dtype, left_array, right_array, out_array, self.kind)
 
 
-def combiner(op: Op, x: Value, shape: tuple[int, ...]) -> Combiner:
-    """Return the reduction of byte views of values like `x`, of that shape if they are whole."""
-    return Combiner(op, x.dtype, shape, user_operators.kind_of(x))
+def reduction(
+    op: Op, x: Value, shape: tuple[int, ...], count: int
+) -> Combiner | tuple[int, int, int]:
+    """Return the reduction of byte views of values like `x`, as a `Binding` has it.
 
-
-@dataclass(frozen=True)
-class Finisher:
-    """What is left to do with the combined values of `count` ranks."""
-
-    op: Op
-    dtype: DType
-    count: int
-
-    def __call__(self, view: memoryview) -> None:
-        finish(self.op, self.dtype, np.frombuffer(view, self.dtype.storage), self.count)
-
-
-def finisher(op: Op, dtype: DType, count: int) -> Finisher | None:
-    """Return what is left to do with the combined values of `count` ranks; None: nothing."""
-    return Finisher(op, dtype, count) if has_finish(op, count) else None
+    Args:
+        op, x: operator and value, checked.
+        shape: of what is combined as a whole, if `op` is not elementwise.
+        count: so many ranks' values are combined. An average is divided by that; and a logical
+            operator of one rank, where nothing is combined, still gives 0 or 1.
+    """
+    if not isinstance(op.fn, _Builtin) or not x.dtype.code:
+        return Combiner(op, x.dtype, shape, user_operators.kind_of(x))
+    has_end = op.name == "avg" or (count == 1 and op.name in ("land", "lor", "lxor"))
+    return op.fn.code, x.dtype.code, count if has_end else 0

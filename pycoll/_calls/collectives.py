@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pycoll import schedules
 from pycoll._calls.group import Bound, Group, How
-from pycoll._runtime.binding import Binding, Combine
+from pycoll._runtime.binding import Binding, Combine, CoreReduction
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
 from pycoll._support.lazy_import import LazyModule
@@ -78,9 +78,8 @@ def _pieces(group: Group, how: How, x: Value, op: Op | None, result: Array | Non
     """Bind a reduction in which every piece of x is combined with its like."""
     assert op is not None
     count = group.rank + 1 if how[0] == "scan" else group.size
-    combine = operators.combiner(op, x, x.array.shape)
-    binding = bind_pieces(group, how, combine, conversion.operand(x.array), result)
-    return binding._replace(finish=operators.finisher(op, x.dtype, count))
+    combine = operators.reduction(op, x, x.array.shape, count)
+    return bind_pieces(group, how, combine, conversion.operand(x.array), result)
 
 
 def _before(group: Group, how: How, x: Value, op: Op | None, result: Array | None) -> Binding:
@@ -92,13 +91,12 @@ def _before(group: Group, how: How, x: Value, op: Op | None, result: Array | Non
         nbytes=[len(own), len(own)],
         source=[(own,), None],
         target=[None, target],
-        combine=operators.combiner(op, x, x.array.shape),
-        finish=operators.finisher(op, x.dtype, group.rank) if group.rank else None,
+        combine=operators.reduction(op, x, x.array.shape, group.rank),
     )
 
 
 def bind_pieces(
-    group: Group, how: How, combine: Combine, array: Array, result: Array | None
+    group: Group, how: How, combine: Combine | CoreReduction, array: Array, result: Array | None
 ) -> Binding:
     """Bind the pieces of a C-contiguous array, as many as the algorithm wants, and the result's."""
     count = schedules.find(how[0], how[1].name).chunks(group.size)
@@ -127,9 +125,8 @@ def _own_row(group: Group, how: How, x: Value, op: Op | None, result: Array | No
         nbytes=_lengths(source),
         source=_sources(source),
         target=target,
-        combine=operators.combiner(op, x, x.array.shape[1:]),
+        combine=operators.reduction(op, x, x.array.shape[1:], group.size),
         blocks=(conversion.as_bytes(array), None) if op.elementwise else None,
-        finish=operators.finisher(op, x.dtype, group.size),
     )
 
 

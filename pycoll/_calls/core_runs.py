@@ -15,7 +15,6 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from pycoll._calls.numbering import OPS
 from pycoll._runtime.binding import Binding, CoreReduction, are_neighbors, fill_all
 from pycoll._runtime.envelope import COLLECTIVE, KIND_COLLECTIVE, readable
 from pycoll._runtime.external import External, ExternalSchedule
@@ -28,12 +27,10 @@ from pycoll.errors import Error, MismatchError
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 
 if TYPE_CHECKING:
-    from pycoll._arrays import operators
     from pycoll._calls.group import Group
     from pycoll._cuda import copies
     from pycoll._gpu import cuda_ipc
 else:  # for reductions, and for arrays on a GPU
-    operators = LazyModule("pycoll._arrays.operators")
     copies = LazyModule("pycoll._cuda.copies")
     cuda_ipc = LazyModule("pycoll._gpu.cuda_ipc")
 
@@ -79,7 +76,6 @@ class CoreRun(Operation):
         "_segments",
         "_transfers",
         "binding",
-        "finish_with",
     )
 
     def __init__(
@@ -118,9 +114,7 @@ class CoreRun(Operation):
         ]
         memory = table, list(binding.nbytes), sources, list(binding.target)
         where = (*address, segments, granule)
-        reduction = reduction_of(binding)
-        self.finish_with = binding.finish if reduction == NO_REDUCTION else None
-        self._core = Run(group.context.core, *memory, reduction, *where)
+        self._core = Run(group.context.core, *memory, reduction_of(binding), *where)
 
     def awaited(self) -> Collection[int]:
         others = [rank for transfer in self._transfers.values() for rank in transfer.awaited()]
@@ -154,12 +148,6 @@ class CoreRun(Operation):
         if self._is_given_up:
             return
         error = why_failed(self._group, readable(self._call), self._core.status)
-        if error is None and self.finish_with is not None:
-            try:
-                for number in range(self._cut[0]):
-                    self._segment(number).finish()
-            except Exception as exc:
-                error = exc
         self._segments.clear()
         self.finish(error)
 
@@ -289,17 +277,7 @@ class Segment:
         engine, context: of the ranks.
     """
 
-    __slots__ = (
-        "_core",
-        "_ends",
-        "_own",
-        "_run",
-        "_settled",
-        "binding",
-        "context",
-        "engine",
-        "number",
-    )
+    __slots__ = ("_core", "_ends", "_own", "_run", "binding", "context", "engine", "number")
 
     def __init__(
         self, run: CoreRun, group: Group, core: Run, number: int, binding: Binding
@@ -312,7 +290,6 @@ class Segment:
         self.context = group.context
         self._own: memoryview | None = None
         self._ends = list(accumulate([n or 0 for n in binding.nbytes], initial=0))
-        self._settled: set[int] = set()
 
     def header(self, number: int, kind: int = KIND_COLLECTIVE, more: bytes = b"") -> bytes:
         """Return the header of the message to a peer before which there were `number`."""
@@ -397,18 +374,6 @@ class Segment:
     def settle(self, chunk: int) -> None:
         """Have the target of a chunk hold its value, once; no step uses the chunk any more."""
         self._core.settle(self.number, chunk)
-        self._finish(chunk)
-
-    def finish(self) -> None:
-        """Do what is left to do in the targets."""
-        for chunk in range(len(self.binding.target)):
-            self._finish(chunk)
-
-    def _finish(self, chunk: int) -> None:
-        target, finish = self.binding.target[chunk], self._run.finish_with
-        if finish is not None and target is not None and len(target) and chunk not in self._settled:
-            self._settled.add(chunk)
-            finish(target)
 
 
 def may_be_offered() -> bool:
@@ -421,17 +386,7 @@ def may_be_offered() -> bool:
 
 def reduction_of(binding: Binding) -> CoreReduction:
     """Return a reduction as the core takes it; NO_REDUCTION: Python does it, if there is one."""
-    combine, finish = binding.combine, binding.finish
-    if isinstance(combine, tuple):
-        return combine
-    if combine is None or not isinstance(combine, operators.Combiner):
-        return NO_REDUCTION
-    if finish is not None and not isinstance(finish, operators.Finisher):
-        return NO_REDUCTION
-    op, dtype = combine.op, combine.dtype
-    if op.name not in OPS or operators.resolve(op.name) is not op or not dtype.code:
-        return NO_REDUCTION
-    return OPS.index(op.name), dtype.code, finish.count if finish is not None else 0
+    return binding.combine if isinstance(binding.combine, tuple) else NO_REDUCTION
 
 
 def wrong_length(peer: int, nbytes: int, text: str, context: Any, expected: int) -> str:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pycoll._arrays import conversion, operators, user_operators
-from pycoll._arrays.operators import Op, combiner, finisher
+from pycoll._arrays.operators import Op, reduction
 from pycoll._arrays.value import Value
-from pycoll._calls import packings, wide_averages
+from pycoll._calls import packings, shared_memory_calls, wide_averages
 from pycoll._calls.arguments import Target
 from pycoll._calls.call_plan import CallPlan, Route, route_of
 from pycoll._calls.collectives import bind, bind_pieces
@@ -29,10 +29,10 @@ from pycoll._calls.number_plans import GatheredInts
 from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.preparing import forced_text
 from pycoll._calls.shared_memory import ShmComm, part_of
-from pycoll._calls.shared_memory_calls import combine, move, serves
+from pycoll._calls.shared_memory_calls import move, serves
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._dtypes import INT64, Array, DType
-from pycoll._runtime.binding import Combine
+from pycoll._runtime.binding import Combine, CoreReduction
 from pycoll._runtime.engine import Engine
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
@@ -132,20 +132,21 @@ class Bucket:
             assert target.value.stage is not None
             target.value.stage.push(engine)
 
-    def combiner(self, op: Op) -> Combine:
+    def reduction(self, op: Op, size: int) -> Combine | CoreReduction:
         """Return the reduction of byte views; array by array if `op` is not elementwise."""
         members = self.members
         if op.elementwise or len(members) == 1:
-            return combiner(op, members[0], members[0].array.shape)
+            return reduction(op, members[0], members[0].array.shape, size)
         itemsize = self.dtype.itemsize
         parts = [
-            (slice(a * itemsize, b * itemsize), combiner(op, member, member.array.shape))
+            (slice(a * itemsize, b * itemsize), reduction(op, member, member.array.shape, size))
             for (a, b), member in zip(pairwise(self._ends), members, strict=True)
             if a < b
         ]
 
         def combine(left: memoryview, right: memoryview, out: memoryview) -> None:
             for part, combine_one in parts:
+                assert callable(combine_one), "the core's operators are elementwise"
                 combine_one(left[part], right[part], out[part])
 
         return combine
@@ -388,15 +389,14 @@ def _over_messages(
         # In one segment: the buckets overlap each other already.
         chosen = _choose(group, op, bucket.source.nbytes, algorithm, shm=False)
         how = "all_reduce", Choice(chosen.name)
-        source, target, dtype = bucket.source, bucket.target, bucket.dtype
-        reduction = bucket.combiner(op)
-        if wide_averages.applies(op, dtype):
+        source, target = bucket.source, bucket.target
+        combine = bucket.reduction(op, group.size)
+        if wide_averages.applies(op, bucket.dtype):
             wide = wide_averages.memory(source.shape)
-            source, target, dtype = wide.array, wide.array, wide.dtype
-            reduction = combiner(op, wide, source.shape)
+            source = target = wide.array
+            combine = reduction(op, wide, source.shape, group.size)
         totals.append(target)
-        binding = bind_pieces(group, how, reduction, source, target)
-        binding = binding._replace(finish=finisher(op, dtype, group.size))
+        binding = bind_pieces(group, how, combine, source, target)
         runs.append(group.operation((number, subcall), call, how, binding))
     gathering = []
     if ints is not None:
@@ -438,7 +438,7 @@ def _through_core(shm: ShmComm, salt: int, buckets: Sequence[Bucket], op: Op) ->
         core.run(BARRIER, 0, 0, 0, (), salt, None, None, 0)
         for bucket in buckets:
             value = Value(bucket.source, bucket.dtype, bucket.kind)
-            combine(shm, "all_reduce", value, bucket.target, op)
+            shared_memory_calls.combine(shm, "all_reduce", value, bucket.target, op)
             bucket.unload(shm.engine)
         return
     code = OPS.index(op.name)

@@ -200,7 +200,6 @@ def _fold(op: Op, x: Value, rows: Array, result: Array) -> None:
     for rank in range(1, len(rows)):
         operators.combine(op, x.dtype, total, rows[rank, ...], total, kind)
     result[...] = total
-    operators.finish(op, x.dtype, result, len(rows))
 
 
 def all_gather_objects(shm: ShmComm, parts: Parts) -> list[Any]:

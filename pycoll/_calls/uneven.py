@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pycoll._arrays import conversion
-from pycoll._arrays.operators import Op, combiner, finisher
+from pycoll._arrays.operators import Op, reduction
 from pycoll._arrays.value import Value
 from pycoll._calls import blocks, shared_memory_uneven
 from pycoll._calls.group import Bound, Group
@@ -126,7 +126,6 @@ def bind_reduce_scatterv(
         nbytes=[len(view) for view in source],
         source=[(view,) for view in source],
         target=target,
-        combine=combiner(op, x, (-1, *x.array.shape[1:])),
-        finish=finisher(op, x.dtype, group.size),
+        combine=reduction(op, x, (-1, *x.array.shape[1:]), group.size),
     )
     return Bound(("reduce_scatter", choice), binding, x.array.itemsize)

@@ -29,7 +29,6 @@ class Binding(NamedTuple):
         blocks: all sources as one block of memory, and all targets, where the chunks lie one behind
             the other: what neighbors have there is sent, received and reduced in one piece.
             None: every chunk is by itself.
-        finish: what is left to do in a target when its value is there, or None.
         on_gpu: values that others offer are copied to the arrays on a GPU themselves; the targets,
             which are their staging buffers, are not used.
     """
@@ -39,7 +38,6 @@ class Binding(NamedTuple):
     target: list[memoryview | None]
     combine: Combine | CoreReduction | None = None
     blocks: tuple[memoryview | None, memoryview | None] | None = None
-    finish: Callable[[memoryview], None] | None = None
     on_gpu: bool = False
 
     def cut(self, index: int, count: int, granule: int) -> Binding:
@@ -61,7 +59,7 @@ class Binding(NamedTuple):
             nbytes.append(piece.stop - piece.start)
             source.append((parts[0][piece],) if parts is not None else None)
             target.append(view[piece] if view is not None else None)
-        return Binding(nbytes, source, target, self.combine, finish=self.finish)
+        return Binding(nbytes, source, target, self.combine)
 
     def joined(self) -> Binding:
         """Return the same with every source in one part."""

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy_reductions
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pycoll import _dtypes as dtypes
-from pycoll._arrays import operators, operators_numpy
+from pycoll._arrays import operators
 from pycoll._dtypes import BFLOAT16, FLOAT16, FLOAT32, Array, DType
 
 core = pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
@@ -69,21 +70,21 @@ def expected(name: str, dtype: DType, operands: list[Array], divisor: int = 1) -
     shape = operands[0].shape
     with np.errstate(all="ignore"):
         if dtype in HALVES:
-            total = operators_numpy.widen(dtype, operands[0])
+            total = numpy_reductions.widen(dtype, operands[0])
             for operand in operands[1:]:
-                operators_numpy.combine(
-                    ufunc, FLOAT32, total, operators_numpy.widen(dtype, operand), total
+                numpy_reductions.combine(
+                    ufunc, FLOAT32, total, numpy_reductions.widen(dtype, operand), total
                 )
             if name == "avg":
                 total /= np.float32(divisor)
             out = np.empty(shape, dtype.storage)
-            operators_numpy.narrow(dtype, total, out)
+            numpy_reductions.narrow(dtype, total, out)
             return out
         out = operands[0].copy()
         for operand in operands[1:]:
-            operators_numpy.combine(ufunc, dtype, out, operand, out)
+            numpy_reductions.combine(ufunc, dtype, out, operand, out)
         if name == "avg":
-            operators_numpy.divide(dtype, out, divisor)
+            numpy_reductions.divide(dtype, out, divisor)
     return out
 
 
@@ -207,7 +208,7 @@ def test_every_16_bit_float_plus_zero_is_itself(dtype: DType) -> None:
     every = np.arange(1 << 16, dtype=np.uint16)
     zero = np.full(1 << 16, 0x8000, np.uint16)  # x + -0 is x, also for x = -0
     out = reduce("sum", dtype, np.empty_like(every), [every, zero])
-    wide = operators_numpy.widen(dtype, every.view(dtype.storage))
+    wide = numpy_reductions.widen(dtype, every.view(dtype.storage))
     quiet_bit = {"float16": 0x200, "bfloat16": 0x40}[dtype.name]
     assert np.array_equal(out, np.where(np.isnan(wide), every | quiet_bit, every))
 
@@ -217,7 +218,7 @@ def test_16_bit_floats_are_converted_to_float32_and_back(dtype: DType) -> None:
     every = np.arange(1 << 16, dtype=np.uint16).view(dtype.storage)
     wide = np.empty(every.shape, np.float32)
     core.convert(False, dtype.code, wide, every)
-    right = operators_numpy.widen(dtype, every)
+    right = numpy_reductions.widen(dtype, every)
     assert np.array_equal(wide, right, equal_nan=True)
     with np.errstate(all="ignore"):
         ties = (right[:-1] + right[1:]) / 2
@@ -226,7 +227,7 @@ def test_16_bit_floats_are_converted_to_float32_and_back(dtype: DType) -> None:
         out, expected = (np.empty(numbers.shape, dtype.storage) for _ in range(2))
         core.convert(True, dtype.code, out, numbers)
         with np.errstate(all="ignore"):
-            operators_numpy.narrow(dtype, numbers.copy(), expected)
+            numpy_reductions.narrow(dtype, numbers.copy(), expected)
         assert_same_bits(out, expected)
 
 
@@ -248,9 +249,9 @@ def test_16_bit_floats_are_rounded_once_after_the_last_operand(dtype: DType) -> 
         values = np.array([[big], *([[1.0]] * n)], np.float32)
         operands = [np.empty(1, dtype.storage) for _ in values]
         for operand, value in zip(operands, values, strict=True):
-            operators_numpy.narrow(dtype, value, operand)
+            numpy_reductions.narrow(dtype, value, operand)
         right = np.empty(1, dtype.storage)
-        operators_numpy.narrow(dtype, np.array([big + n], np.float32), right)
+        numpy_reductions.narrow(dtype, np.array([big + n], np.float32), right)
         assert_same_bits(reduce("sum", dtype, operands[0], operands), right)
 
 
@@ -302,7 +303,7 @@ def test_of_two_nan_the_left_one_is_the_result_and_of_two_zeros_the_right_one(
 
 def special_values_are_nan(dtype: DType) -> Array:
     values = special_values(dtype)
-    nan: Array = np.isnan(operators_numpy.widen(dtype, values) if dtype in HALVES else values)
+    nan: Array = np.isnan(numpy_reductions.widen(dtype, values) if dtype in HALVES else values)
     return nan
 
 

@@ -47,18 +47,12 @@ class Alone:
         with self.engine.locked():
             self.group = Group(self.engine, 1, [0])
 
-    def run_of(
-        self,
-        table: ExternalSchedule,
-        *values: bytes,
-        finish: Callable[[memoryview], None] | None = None,
-    ) -> CoreRun:
+    def run_of(self, table: ExternalSchedule, *values: bytes) -> CoreRun:
         """Make a run."""
         binding = Binding(
             nbytes=[1] * len(values),
             source=[(memoryview(value),) for value in values],
             target=[memoryview(bytearray(1)) for _ in values],
-            finish=finish,
         )
         call = self.group.context.begin(b"call")
         compiled = table_of(table, 1, len(values))
@@ -255,13 +249,3 @@ def test_what_cannot_begin_ends_the_run(alone: Alone) -> None:
     assert ended == [run]
     assert str(run.error) == "no copy can begin"
     assert first.is_cancelled
-
-
-def test_a_chunk_that_a_step_has_settled_is_finished_once(alone: Alone) -> None:
-    draft = Draft(compile_schedule([]))
-    finished: list[bytes] = []
-    draft.add(External(lambda run: run.settle(1)))
-    run = alone.run_of(draft.table(), b"a", b"b", finish=lambda view: finished.append(bytes(view)))
-    alone.start(run)
-    assert finished == [b"b", b"a"]
-    assert [bytes(view or b"") for view in run.binding.target] == [b"a", b"b"]

@@ -1,9 +1,8 @@
-"""Combining two arrays with NumPy: operators, dtypes and memory that the compiled core cannot take.
+"""What the core's reductions are compared with: the same with NumPy, to the last bit.
 
-The bits are the core's (transports/_core/reduce/reduce.h), which NumPy alone does not promise:
+The bits are those that transports/_core/reduce/reduce.h says, which NumPy alone does not promise:
 which of two NaN or of two zeros it returns, and how it rounds complex products, depends on its
-version, the processor, and where in an array an element stands. As in the core, the thread's
-floating-point environment changes nothing.
+version, the processor, and where in an array an element stands.
 """
 
 from __future__ import annotations
@@ -24,14 +23,11 @@ def combine(ufunc: np.ufunc, dtype: DType, left: Array, right: Array, out: Array
     """Write ``ufunc(left, right)`` to `out`, which may be `left` or `right`.
 
     Args:
-        ufunc: one that `dtype` takes. For (value, index) pairs it compares values: the right pair
-            wins where it is true of (right, left).
+        ufunc: one that `dtype` takes.
         dtype: the type of the elements.
         left: dtype ``dtype.storage``, any strides.
         right: the same shape and dtype.
         out: the same shape and dtype.
-
-    Memory beside the arrays: less than 1 MiB for floats, one byte to three an element for pairs.
     """
     with np.errstate(all="ignore"):
         with_default_floats(_combine, ufunc, dtype, left, right, out)
@@ -44,9 +40,7 @@ def divide(dtype: DType, array: Array, divisor: int) -> None:
 
 
 def _combine(ufunc: np.ufunc, dtype: DType, left: Array, right: Array, out: Array) -> None:
-    if dtype.storage.names is not None:
-        _combine_located(ufunc, left, right, out)
-    elif dtype.family == "f" and (ufunc in _FLOATS or dtype.code == BFLOAT16.code):
+    if dtype.family == "f" and (ufunc in _FLOATS or dtype.code == BFLOAT16.code):
         _combine_blocks(_FLOATS.get(ufunc, ufunc), dtype, left, right, out)
     elif dtype.family == "c" and ufunc in _COMPLEX:
         _combine_blocks(_COMPLEX[ufunc], dtype, left, right, out)
@@ -67,23 +61,6 @@ def _divide(dtype: DType, array: Array, divisor: int) -> None:
     else:
         # NumPy 1 would calculate with float64 where an int has more than 16 bits.
         np.divide(array, array.dtype.type(divisor), out=array)
-
-
-def _combine_located(wins: np.ufunc, left: Array, right: Array, out: Array) -> None:
-    """Combine (value, index) pairs: NaN wins, then the better value, then the lower index."""
-    assert left.dtype.names is not None
-    value, index = left.dtype.names
-    left_nan, right_nan = left[value] != left[value], right[value] != right[value]
-    lower = right[index] < left[index]
-    take_right = wins(right[value], left[value])
-    take_right |= (left[value] == right[value]) & lower
-    take_right &= ~left_nan
-    take_right |= right_nan & (~left_nan | lower)
-    if np.may_share_memory(out, right):
-        np.copyto(out, left, where=~take_right)
-    else:
-        np.copyto(out, left)
-        np.copyto(out, right, where=take_right)
 
 
 def _blocks(*arrays: Array) -> Any:
