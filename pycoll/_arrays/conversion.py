@@ -26,9 +26,11 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from pycoll._arrays import dlpack, libraries, refusals
 from pycoll._arrays.value import ON_GPU
 from pycoll._arrays.value import Value as Value
 from pycoll._arrays.value import type_name as type_name
+from pycoll._cuda import cuda, staging
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._support.lazy_import import LazyModule
 
@@ -36,15 +38,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pycoll import _dtypes as dtypes
-    from pycoll._arrays import dlpack, libraries, refusals
-    from pycoll._cuda import copies, cuda, staging
     from pycoll._dtypes import Array, DType
 else:  # a program that sends objects alone imports no NumPy
     np, dtypes = LazyModule("numpy"), LazyModule("pycoll._dtypes")
-    dlpack, refusals = LazyModule("pycoll._arrays.dlpack"), LazyModule("pycoll._arrays.refusals")
-    libraries = LazyModule("pycoll._arrays.libraries")
-    copies, cuda = LazyModule("pycoll._cuda.copies"), LazyModule("pycoll._cuda.cuda")
-    staging = LazyModule("pycoll._cuda.staging")
 
 _OBJECTS: Final = (str, bytes, bytearray, int, float, complex, dict, list, tuple)
 

@@ -15,16 +15,12 @@ from pycoll import _dtypes as dtypes
 from pycoll._arrays import dlpack, refusals
 from pycoll._arrays.refusals import said
 from pycoll._arrays.subclasses import means_more
+from pycoll._cuda import copies, cuda, staging
 from pycoll._dtypes import Array, DType
-from pycoll._support.lazy_import import LazyModule
 from pycoll.errors import TransportError
 
 if TYPE_CHECKING:
-    from pycoll._cuda import copies, cuda, staging
     from pycoll._cuda.staging import Stage
-else:  # for arrays on a GPU alone
-    copies, cuda = LazyModule("pycoll._cuda.copies"), LazyModule("pycoll._cuda.cuda")
-    staging = LazyModule("pycoll._cuda.staging")
 from pycoll._arrays.value import ON_GPU, Value, type_name
 
 _LEGACY_STREAM = 1

@@ -22,15 +22,13 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from pycoll._arrays.subclasses import loses_attributes, means_more, with_attributes
+from pycoll._support import foreign_calls
 from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from pycoll._support import foreign_calls
 else:  # for arrays inside an object, and when something may be wrong
     np = LazyModule("numpy")
-    foreign_calls = LazyModule("pycoll._support.foreign_calls")
 
 _ALIGNMENT: Final = 64
 

@@ -13,26 +13,19 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from pycoll import _dtypes as dtypes
-from pycoll._arrays import user_operators
+from pycoll._arrays import refusals, user_operators
 from pycoll._arrays.value import Value
 from pycoll._dtypes import Array, DType
+from pycoll._support import foreign_names
 from pycoll._support.foreign_names import Hinting
-from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge, public
 from pycoll._support.wording import with_article
 from pycoll._transports._core import with_default_floats
-
-if TYPE_CHECKING:
-    from pycoll._arrays import refusals
-    from pycoll._support import foreign_names
-else:  # needed when something is wrong
-    foreign_names = LazyModule("pycoll._support.foreign_names")
-    refusals = LazyModule("pycoll._arrays.refusals")
 
 
 class _Builtin(NamedTuple):

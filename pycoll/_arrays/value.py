@@ -10,13 +10,10 @@ from pycoll._support.lazy_import import LazyModule
 if TYPE_CHECKING:
     import numpy as np
 
-    from pycoll._cuda import copies, cuda, staging
     from pycoll._cuda.staging import Stage
     from pycoll._dtypes import Array, DType
 else:  # for arrays
     np = LazyModule("numpy")
-    copies, cuda = LazyModule("pycoll._cuda.copies"), LazyModule("pycoll._cuda.cuda")
-    staging = LazyModule("pycoll._cuda.staging")
 
 ON_GPU = "cuda:"
 

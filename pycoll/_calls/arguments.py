@@ -7,25 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pycoll._arrays import conversion, operators, refusals
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL, Status
+from pycoll._support import foreign_names
 from pycoll._support.checks import check_int as check_int
-from pycoll._support.lazy_import import LazyModule
 from pycoll._support.wording import a_kind, with_article
 
 if TYPE_CHECKING:
-    from pycoll._arrays import conversion, operators, refusals
     from pycoll._arrays.types import Reducer
     from pycoll._arrays.value import Value
     from pycoll._dtypes import Array
-    from pycoll._support import foreign_names
-else:
-    conversion, operators, refusals, foreign_names = (
-        LazyModule("pycoll._arrays.conversion"),
-        LazyModule("pycoll._arrays.operators"),
-        LazyModule("pycoll._arrays.refusals"),
-        LazyModule("pycoll._support.foreign_names"),
-    )
 
 
 class Target:

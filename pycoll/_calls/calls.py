@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pycoll._calls import uneven_plans
 from pycoll._calls.call_plan import CallPlan
 from pycoll._calls.moves import Moves
 from pycoll._calls.point_to_point import PointToPointCalls
 from pycoll._calls.reductions import Reductions
-from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     from pycoll._arrays.types import A, MaybeNone, Reducer
-    from pycoll._calls import uneven_plans
-else:  # a program that only calls barrier() imports no NumPy
-    uneven_plans = LazyModule("pycoll._calls.uneven_plans")
 
 
 class Calls(Moves, Reductions, PointToPointCalls):

@@ -11,21 +11,17 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pycoll import schedules
+from pycoll._arrays import conversion, operators
 from pycoll._calls.group import Bound, Group, How
 from pycoll._runtime.binding import Binding, Combine, CoreReduction
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
-from pycoll._support.lazy_import import LazyModule
 from pycoll._transports.base import Parts
 
 if TYPE_CHECKING:
-    from pycoll._arrays import conversion, operators
     from pycoll._arrays.operators import Op
     from pycoll._arrays.value import Value
     from pycoll._dtypes import Array
-else:  # a barrier need not wait for NumPy
-    conversion = LazyModule("pycoll._arrays.conversion")
-    operators = LazyModule("pycoll._arrays.operators")
 
 
 def type_text(value: Value) -> str:

@@ -15,11 +15,12 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from pycoll._cuda import copies
+from pycoll._gpu import cuda_ipc
 from pycoll._runtime.binding import Binding, CoreReduction, are_neighbors, fill_all
 from pycoll._runtime.envelope import COLLECTIVE, KIND_COLLECTIVE, readable
 from pycoll._runtime.external import External, ExternalSchedule
 from pycoll._runtime.scratch import new_bytes
-from pycoll._support.lazy_import import LazyModule
 from pycoll._transports._core import CompiledPlan, Run, float_control, with_floats
 from pycoll._transports.base import Operation, Parts, Withdrawn
 from pycoll._transports.core import NO_VALUE, REFUSED
@@ -28,11 +29,6 @@ from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 
 if TYPE_CHECKING:
     from pycoll._calls.group import Group
-    from pycoll._cuda import copies
-    from pycoll._gpu import cuda_ipc
-else:  # for reductions, and for arrays on a GPU
-    copies = LazyModule("pycoll._cuda.copies")
-    cuda_ipc = LazyModule("pycoll._gpu.cuda_ipc")
 
 SEND, RECV, RECV_SCRATCH, REDUCE, COPY, EXTERNAL = range(6)
 """Kinds of steps, numbered as in _core/engine/run.h."""

@@ -7,9 +7,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from pycoll._calls import core_runs
+from pycoll._gpu import cuda_ipc, cuda_ipc_run, staged_run
 from pycoll._runtime.context import Context
 from pycoll._runtime.engine import Engine
 from pycoll._runtime.task import place_of_call
+from pycoll._selection import select
 from pycoll._selection.agreed import SHARED_MEMORY as SHARED_MEMORY
 from pycoll._selection.select import Choice
 from pycoll._support.lazy_import import LazyModule
@@ -17,28 +20,19 @@ from pycoll._transports._core import forget_plans, with_default_floats
 
 if TYPE_CHECKING:
     from pycoll import schedules
-    from pycoll._calls import core_runs
     from pycoll._calls.core_runs import CoreRun
     from pycoll._calls.shared_memory import ShmComm
-    from pycoll._gpu import cuda_ipc, cuda_ipc_run, staged_run
     from pycoll._runtime.binding import Binding, ChunkPlace
     from pycoll._runtime.external import ExternalSchedule
     from pycoll._runtime.task import CallSteps
-    from pycoll._selection import select
     from pycoll._selection.agreed import Agreed
     from pycoll._selection.select import Query, Selector
     from pycoll._transports._core import CompiledPlan
     from pycoll.schedule import Schedule
     from pycoll.schedules import reordered
 else:
-    core_runs = LazyModule("pycoll._calls.core_runs")
-    schedules, select = LazyModule("pycoll.schedules"), LazyModule("pycoll._selection.select")
+    schedules = LazyModule("pycoll.schedules")
     reordered = LazyModule("pycoll.schedules.reordered")
-    staged_run = LazyModule("pycoll._gpu.staged_run")
-    cuda_ipc, cuda_ipc_run = (
-        LazyModule("pycoll._gpu.cuda_ipc"),
-        LazyModule("pycoll._gpu.cuda_ipc_run"),
-    )
 
 How = tuple[str, Choice] | tuple[str, Choice, int]
 """(collective, choice), and the root if the collective has one."""

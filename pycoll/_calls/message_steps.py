@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pycoll._arrays import conversion, objects
 from pycoll._arrays.value import Value
 from pycoll._calls.group import Group
+from pycoll._gpu import routes
 from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.envelope import (
     ANY,
@@ -25,15 +26,11 @@ from pycoll._runtime.matching import Match
 from pycoll._runtime.messages import Envelope, accepted
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import Call, CallSteps, Task
-from pycoll._support.lazy_import import LazyModule
 from pycoll._transports.base import Operation, Parts, Withdrawn, nbytes_of
 from pycoll.errors import Error, MismatchError, TruncationError
 
 if TYPE_CHECKING:
     from pycoll._dtypes import DType
-    from pycoll._gpu import routes
-else:  # for arrays on a GPU alone
-    routes = LazyModule("pycoll._gpu.routes")
 
 
 @functools.lru_cache(256)  # programs send the same shapes over and over

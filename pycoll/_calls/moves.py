@@ -5,26 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pycoll._arrays import conversion
+from pycoll._calls import arguments, collectives, object_plans, rooted_plans, rows_plan
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import SHARED_MEMORY
 from pycoll._calls.preparing import Preparing, forced_text
 from pycoll._calls.scheduled import ArrayPlan, BarrierPlan
 from pycoll._selection.select import Choice
-from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
-    from pycoll._arrays import conversion
     from pycoll._arrays.types import T
     from pycoll._arrays.value import Value
-    from pycoll._calls import arguments, collectives, object_plans, rooted_plans, rows_plan
     from pycoll._calls.arguments import Target
-else:  # a program that only calls barrier() imports no NumPy
-    arguments = LazyModule("pycoll._calls.arguments")
-    conversion = LazyModule("pycoll._arrays.conversion")
-    collectives = LazyModule("pycoll._calls.collectives")
-    rows_plan = LazyModule("pycoll._calls.rows_plan")
-    object_plans = LazyModule("pycoll._calls.object_plans")
-    rooted_plans = LazyModule("pycoll._calls.rooted_plans")
 
 
 class Moves(Preparing):

@@ -23,25 +23,21 @@ from operator import and_, or_, xor
 from typing import TYPE_CHECKING, Any, Final
 
 from pycoll import schedules
-from pycoll._calls import collectives
+from pycoll._calls import collectives, shared_memory_rooted
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import Bound, Group, How
 from pycoll._calls.numbering import KINDS, OPS, PARTS
 from pycoll._calls.packings import INT64, Packing, packing_of
 from pycoll._runtime.binding import Binding, ChunkPlace
 from pycoll._selection.select import Choice
-from pycoll._support.lazy_import import LazyModule
 from pycoll._transports._core import int_error_text
 
 if TYPE_CHECKING:
-    from pycoll._calls import shared_memory_rooted
     from pycoll._calls.arguments import Target
     from pycoll._calls.shared_memory import ShmComm
     from pycoll._calls.two_level import TwoLevelCall
     from pycoll._cuda.late_copies import LateCopies
     from pycoll._runtime.task import CallSteps
-else:
-    shared_memory_rooted = LazyModule("pycoll._calls.shared_memory_rooted")
 
 MARKS: Final = {
     **{"sum": (0, 1), "min": (0, -1), "max": (0, 1), "band": (-1, 0), "bor": (0, 1)},

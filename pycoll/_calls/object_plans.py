@@ -5,24 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll._arrays import objects
-from pycoll._calls import object_collectives
+from pycoll._arrays import objects, user_operators
+from pycoll._calls import object_collectives, shared_memory_calls
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import Group
 from pycoll._calls.shared_memory import ShmComm
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
-from pycoll._support.lazy_import import LazyModule
 from pycoll._transports.base import Parts
 
 if TYPE_CHECKING:
-    from pycoll._arrays import user_operators
     from pycoll._arrays.operators import Op
-    from pycoll._calls import shared_memory_calls
-else:  # for reductions, and for who names shared memory
-    user_operators = LazyModule("pycoll._arrays.user_operators")
-    shared_memory_calls = LazyModule("pycoll._calls.shared_memory_calls")
 
 
 class GatherPlan(CallPlan[Any]):

@@ -20,20 +20,14 @@ from pycoll._arrays.value import Value
 from pycoll._calls import collectives
 from pycoll._calls.group import IN_SHARED_MEMORY, Group
 from pycoll._calls.shared_memory import ShmComm
+from pycoll._gpu import cuda_ipc, kernel_run, kernels, peer_memory
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
-from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     from pycoll._calls.arguments import Target
     from pycoll._calls.scheduled import ArrayPlan
-    from pycoll._gpu import cuda_ipc, kernel_run, kernels, peer_memory
     from pycoll._gpu.kernel_run import Reduction
-else:  # for machines with a GPU alone
-    cuda_ipc = LazyModule("pycoll._gpu.cuda_ipc")
-    kernel_run = LazyModule("pycoll._gpu.kernel_run")
-    kernels = LazyModule("pycoll._gpu.kernels")
-    peer_memory = LazyModule("pycoll._gpu.peer_memory")
 
 MIN_NBYTES = 256 << 10
 """Bytes of a result from which on ranks ask each other in shared memory; PC_ASK_NBYTES there."""

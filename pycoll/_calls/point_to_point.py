@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pycoll._calls import arguments, message_plans, message_steps
 from pycoll._calls.preparing import Preparing
 from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, PROC_NULL, Held, Status
-from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
-    from pycoll._calls import arguments, message_plans, message_steps
     from pycoll._calls.call_plan import CallPlan
-else:  # a program that only calls barrier() imports no NumPy
-    arguments = LazyModule("pycoll._calls.arguments")
-    message_plans = LazyModule("pycoll._calls.message_plans")
-    message_steps = LazyModule("pycoll._calls.message_steps")
 
 
 Matched = tuple[Status, Held | None]

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pycoll._arrays import operators
+from pycoll._calls import shared_memory_calls
 from pycoll._calls.call_plan import Route, route_of
 from pycoll._calls.group import IN_SHARED_MEMORY, SHARED_MEMORY, Group
+from pycoll._gpu import cuda_ipc
 from pycoll._selection.select import Choice
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.wording import a_kind
 
 if TYPE_CHECKING:
     from pycoll import schedules
-    from pycoll._arrays import conversion, operators
     from pycoll._arrays.operators import Op
     from pycoll._arrays.value import Value
-    from pycoll._calls import shared_memory_calls
     from pycoll._calls.arguments import Target
-    from pycoll._gpu import cuda_ipc
 else:  # a program that only calls barrier() imports no NumPy
-    conversion = LazyModule("pycoll._arrays.conversion")
-    cuda_ipc = LazyModule("pycoll._gpu.cuda_ipc")
-    shared_memory_calls = LazyModule("pycoll._calls.shared_memory_calls")
-    operators = LazyModule("pycoll._arrays.operators")
     schedules = LazyModule("pycoll.schedules")
 
 

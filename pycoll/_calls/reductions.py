@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pycoll._arrays import conversion, operators
+from pycoll._calls import (
+    arguments,
+    collectives,
+    lists,
+    many,
+    number_plans,
+    object_plans,
+    on_gpus,
+    packings,
+)
 from pycoll._calls.numbering import OPS
 from pycoll._calls.preparing import Preparing
 from pycoll._calls.scheduled import ArrayPlan
@@ -13,35 +24,14 @@ from pycoll._support.lazy_import import LazyModule
 if TYPE_CHECKING:
     from pycoll import _dtypes as dtypes
     from pycoll import schedules
-    from pycoll._arrays import conversion, operators
     from pycoll._arrays.operators import Op
     from pycoll._arrays.types import MaybeNone, Reducer, T
     from pycoll._arrays.value import Value
-    from pycoll._calls import (
-        arguments,
-        collectives,
-        lists,
-        many,
-        number_plans,
-        object_plans,
-        on_gpus,
-        packings,
-    )
     from pycoll._calls.arguments import Target
     from pycoll._calls.call_plan import CallPlan
     from pycoll._selection.select import Choice
 else:  # a program that only calls barrier() imports no NumPy
-    arguments = LazyModule("pycoll._calls.arguments")
-    collectives = LazyModule("pycoll._calls.collectives")
-    conversion = LazyModule("pycoll._arrays.conversion")
     dtypes = LazyModule("pycoll._dtypes")
-    lists = LazyModule("pycoll._calls.lists")
-    many = LazyModule("pycoll._calls.many")
-    number_plans = LazyModule("pycoll._calls.number_plans")
-    object_plans = LazyModule("pycoll._calls.object_plans")
-    on_gpus = LazyModule("pycoll._calls.on_gpus")
-    operators = LazyModule("pycoll._arrays.operators")
-    packings = LazyModule("pycoll._calls.packings")
     schedules = LazyModule("pycoll.schedules")
 
 

@@ -18,19 +18,16 @@ from pycoll._arrays.value import Value
 from pycoll._calls.collectives import piece_ends, rows, type_text
 from pycoll._calls.group import Bound, Group
 from pycoll._calls.message_steps import Outgoing, pulled
+from pycoll._gpu import cuda_ipc
 from pycoll._runtime.binding import Binding
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
-from pycoll._support.lazy_import import LazyModule
 from pycoll._transports.base import Parts
 from pycoll.errors import MismatchError
 
 if TYPE_CHECKING:
     from pycoll._dtypes import DType
-    from pycoll._gpu import cuda_ipc
-else:  # for arrays on a GPU alone
-    cuda_ipc = LazyModule("pycoll._gpu.cuda_ipc")
 
 INLINE_NBYTES = 4096
 """Bytes of a broadcast value that travel with its announcement."""

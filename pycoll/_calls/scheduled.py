@@ -5,28 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pycoll._calls import collectives, on_gpus, shared_memory_calls, two_level, wide_averages
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import IN_SHARED_MEMORY, Bound, Group
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._selection.select import Choice
-from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     from pycoll._arrays.operators import Op
     from pycoll._arrays.value import Value
-    from pycoll._calls import collectives, on_gpus, shared_memory_calls, two_level, wide_averages
     from pycoll._calls.arguments import Target
     from pycoll._calls.shared_memory import ShmComm
     from pycoll._calls.two_level import TwoLevelCall
     from pycoll._dtypes import Array
     from pycoll._gpu.kernel_run import Reduction
     from pycoll._runtime.task import CallSteps
-else:  # a program that only calls barrier() imports no NumPy
-    collectives = LazyModule("pycoll._calls.collectives")
-    on_gpus = LazyModule("pycoll._calls.on_gpus")
-    shared_memory_calls = LazyModule("pycoll._calls.shared_memory_calls")
-    two_level = LazyModule("pycoll._calls.two_level")
-    wide_averages = LazyModule("pycoll._calls.wide_averages")
 
 
 BY_CUDA_IPC = Choice("linear")

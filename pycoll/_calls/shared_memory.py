@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from pycoll._arrays import conversion
+from pycoll._calls import packings
 from pycoll._calls.numbering import KINDS, METHODS, OPS, PARTS, UNEVEN
 from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.context import Context
@@ -29,12 +31,9 @@ from pycoll.errors import Error, MismatchError
 if TYPE_CHECKING:
     from pycoll import _dtypes as dtypes
     from pycoll import schedules
-    from pycoll._arrays import conversion
-    from pycoll._calls import packings
     from pycoll._cuda.copies import GpuCopy
 else:
-    conversion, dtypes = LazyModule("pycoll._arrays.conversion"), LazyModule("pycoll._dtypes")
-    packings = LazyModule("pycoll._calls.packings")
+    dtypes = LazyModule("pycoll._dtypes")
     schedules = LazyModule("pycoll.schedules")
 
 P = ParamSpec("P")

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycoll import schedules
-from pycoll._arrays import conversion, objects
+from pycoll._arrays import conversion, objects, operators, user_operators
 from pycoll._arrays.value import Value
+from pycoll._calls import on_gpus
 from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm, part_of
 from pycoll._runtime.binding import fill_from
@@ -24,17 +25,12 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pycoll import _dtypes as dtypes
-    from pycoll._arrays import operators, user_operators
     from pycoll._arrays.operators import Op
-    from pycoll._calls import on_gpus
     from pycoll._calls.scheduled import ArrayPlan
     from pycoll._cuda.copies import GpuCopy, Push
     from pycoll._dtypes import Array, DType
 else:  # who broadcasts objects alone needs no NumPy
     np, dtypes = LazyModule("numpy"), LazyModule("pycoll._dtypes")
-    operators = LazyModule("pycoll._arrays.operators")
-    user_operators = LazyModule("pycoll._arrays.user_operators")
-    on_gpus = LazyModule("pycoll._calls.on_gpus")
 
 PIECES_AHEAD = 4
 """Pieces of an all_reduce that are on their way from the GPU at a time."""

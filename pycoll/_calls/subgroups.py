@@ -11,23 +11,17 @@ import struct
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from pycoll._calls import arguments
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import Group
 from pycoll._calls.numbering import KINDS
 from pycoll._calls.shared_memory import ShmComm, part_of
+from pycoll._runtime import binding
 from pycoll._runtime.task import CallSteps
-from pycoll._support.lazy_import import LazyModule
 from pycoll._support.wording import a_kind, ranks_text
 
 if TYPE_CHECKING:
-    from pycoll._calls import arguments
-    from pycoll._runtime import binding
     from pycoll._transports.base import Parts
-else:
-    arguments, binding = (
-        LazyModule("pycoll._calls.arguments"),
-        LazyModule("pycoll._runtime.binding"),
-    )
 
 _ROW = struct.Struct("<?7xqqQ")
 """What a rank says in a split: whether it takes part, its color, its key, its number for it."""

@@ -10,18 +10,19 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-from pycoll._calls import subgroups
+from pycoll._calls import arguments, explain, subgroups
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import Group
 from pycoll._calls.numbering import KINDS, METHODS
+from pycoll._communicator import grid as grids
 from pycoll._communicator.collectives import Collectives
 from pycoll._communicator.point_to_point import PointToPoint
 from pycoll._communicator.recovery import Recovery
 from pycoll._communicator.uneven import UnevenCollectives
 from pycoll._requests.nonblocking import NonBlocking, Persistent
+from pycoll._runtime import counters
 from pycoll._runtime.engine import Engine
 from pycoll._support.foreign_names import ABSENT_FROM_COMMUNICATORS, OF_COMMUNICATORS, Hinting
-from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge, edges, public
 from pycoll.errors import MismatchError
 
@@ -29,23 +30,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pycoll._arrays.types import Reducer
-    from pycoll._calls import arguments, explain, message_steps
     from pycoll._calls.explain import Explanation
-    from pycoll._communicator import grid as grids
     from pycoll._communicator.grid import Grid
     from pycoll._communicator.tracing import Tracer
-    from pycoll._runtime import counters
     from pycoll._runtime.counters import Counters
-else:  # a program that only calls barrier() imports no NumPy
-    arguments, grids = (
-        LazyModule("pycoll._calls.arguments"),
-        LazyModule("pycoll._communicator.grid"),
-    )
-    explain, message_steps = (
-        LazyModule("pycoll._calls.explain"),
-        LazyModule("pycoll._calls.message_steps"),
-    )
-    counters = LazyModule("pycoll._runtime.counters")
 
 
 class World:

@@ -6,16 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pycoll._calls import explain
 from pycoll._calls.numbering import KINDS
-from pycoll._support.lazy_import import LazyModule
 from pycoll._trace.records import ABSENT, Recorder
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
-    from pycoll._calls import explain
     from pycoll._calls.group import Group
-else:
-    explain = LazyModule("pycoll._calls.explain")
 
 _EXPLAINED = 1024  # different calls of a communicator whose algorithm is looked up
 _BYTES_OF = {bool: 1, int: 8, float: 8, complex: 16}

@@ -6,21 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pycoll._calls import message_plans, message_steps
 from pycoll._communicator.running import Running
 from pycoll._requests.matched import Message
 from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, Status
 from pycoll._runtime.task import CallSteps
-from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import part_of
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
-    from pycoll._calls import message_plans, message_steps
     from pycoll._calls.call_plan import CallPlan
     from pycoll._requests.core_requests import CoreRequest
-else:  # a program that only calls barrier() imports no NumPy
-    message_plans = LazyModule("pycoll._calls.message_plans")
-    message_steps = LazyModule("pycoll._calls.message_steps")
 
 
 @part_of("Communicator")

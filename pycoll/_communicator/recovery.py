@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NoReturn
 
-from pycoll._calls import subgroups
+from pycoll._calls import arguments, subgroups
 from pycoll._calls.group import Group
 from pycoll._communicator.running import Running
 from pycoll._runtime.agreement import Agreement
 from pycoll._runtime.task import Call
-from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import part_of
 from pycoll._support.wording import a_kind
 
 if TYPE_CHECKING:
-    from pycoll._calls import arguments
     from pycoll._communicator.communicator import Communicator
-else:  # a program that only calls barrier() imports no NumPy
-    arguments = LazyModule("pycoll._calls.arguments")
 
 
 @part_of("Communicator")

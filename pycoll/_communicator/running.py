@@ -7,21 +7,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pycoll._calls import arguments, two_level
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import Group
 from pycoll._calls.shared_memory import BY_MESSAGES
 from pycoll._runtime.task import Call, caller
-from pycoll._support.lazy_import import LazyModule
 from pycoll._transports.base import Operation
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
-    from pycoll._calls import arguments, two_level
     from pycoll._calls.two_level import TwoLevel
-else:  # a program that only calls barrier() imports no NumPy
-    arguments = LazyModule("pycoll._calls.arguments")
-    two_level = LazyModule("pycoll._calls.two_level")
 
 
 class Running:

@@ -12,10 +12,13 @@ from collections.abc import Callable, Collection
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from pycoll._arrays import conversion
+from pycoll._calls import arguments, collectives, core_runs, message_steps, rooted, rooted_plans
 from pycoll._calls.call_plan import ResultOf, Route, conclude
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._calls.numbering import KINDS, METHODS, OPS
+from pycoll._gpu import staged_run
 from pycoll._requests.core_started import CoreStarted, Owner, waiting
 from pycoll._runtime.communicators import raise_requests_error
 from pycoll._runtime.envelope import readable
@@ -29,28 +32,15 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pycoll import schedules
-    from pycoll._arrays import conversion
     from pycoll._arrays.value import Value
-    from pycoll._calls import arguments, collectives, core_runs, message_steps, rooted, rooted_plans
     from pycoll._calls.group import Bound
     from pycoll._calls.rooted import Announcement
-    from pycoll._gpu import staged_run
     from pycoll._runtime.binding import ChunkPlace
     from pycoll._runtime.context import Context
     from pycoll._transports.base import Parts
 else:
     np = LazyModule("numpy")
-    rooted, arguments = LazyModule("pycoll._calls.rooted"), LazyModule("pycoll._calls.arguments")
-    conversion, collectives = (
-        LazyModule("pycoll._arrays.conversion"),
-        LazyModule("pycoll._calls.collectives"),
-    )
-    rooted_plans = LazyModule("pycoll._calls.rooted_plans")
-    core_runs, message_steps = (
-        LazyModule("pycoll._calls.core_runs"),
-        LazyModule("pycoll._calls.message_steps"),
-    )
-    schedules, staged_run = LazyModule("pycoll.schedules"), LazyModule("pycoll._gpu.staged_run")
+    schedules = LazyModule("pycoll.schedules")
 
 NONBLOCKING = tuple(f"i{name}" for name in KINDS)
 """Collectives that run there, and so do those of `KINDS`."""

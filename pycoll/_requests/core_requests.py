@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pycoll._transports._core as _core
+from pycoll._arrays import conversion, objects
+from pycoll._calls import arguments, message_steps
 from pycoll._calls.call_plan import CallPlan
 from pycoll._requests import core_several
 from pycoll._requests import request as requests
@@ -30,21 +32,11 @@ from pycoll.errors import Error
 
 if TYPE_CHECKING:
     from pycoll import _dtypes as dtypes
-    from pycoll._arrays import conversion, objects
-    from pycoll._calls import arguments, message_steps
     from pycoll._calls.group import Group
     from pycoll._runtime.context import Context
     from pycoll._transports._core import Receive
 else:
-    arguments, conversion = (
-        LazyModule("pycoll._calls.arguments"),
-        LazyModule("pycoll._arrays.conversion"),
-    )
     dtypes = LazyModule("pycoll._dtypes")
-    objects, message_steps = (
-        LazyModule("pycoll._arrays.objects"),
-        LazyModule("pycoll._calls.message_steps"),
-    )
 
 SEND, SSEND, RECV, PROBE = range(4)
 """Kinds of requests, numbered as in _core/python/requests/request.h."""

@@ -12,23 +12,19 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
+from pycoll._calls import arguments
+from pycoll._requests import done_callbacks
 from pycoll._runtime.communicators import raise_requests_error
 from pycoll._runtime.matching import Match
 from pycoll._runtime.task import Call, Several, Started, caller, several_call
 from pycoll._support.foreign_names import ABSENT_FROM_REQUESTS, OF_REQUESTS, Hinting
-from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge, edges, public
 from pycoll._support.wording import a_kind
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
-    from pycoll._calls import arguments
     from pycoll._calls.call_plan import CallPlan
     from pycoll._calls.group import Group
-    from pycoll._requests import done_callbacks
-else:
-    arguments = LazyModule("pycoll._calls.arguments")
-    done_callbacks = LazyModule("pycoll._requests.done_callbacks")
 
 
 R = TypeVar("R", covariant=True)

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pycoll._selection import costs, topology
 from pycoll._support.environment import encrypts
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.machine import boot_id
@@ -20,11 +21,9 @@ from pycoll.errors import BootstrapError
 
 if TYPE_CHECKING:
     from pycoll import schedules
-    from pycoll._selection import costs, topology
     from pycoll._selection.costs import CostTable
 else:  # a job that has set nothing and talks through shared memory needs neither
-    costs, schedules = LazyModule("pycoll._selection.costs"), LazyModule("pycoll.schedules")
-    topology = LazyModule("pycoll._selection.topology")
+    schedules = LazyModule("pycoll.schedules")
 
 SHARED_MEMORY = "shared_memory"
 """The algorithm that is no schedule: an exchange of slots in shared memory."""

@@ -11,17 +11,16 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from pycoll._selection import costs, flows
 from pycoll._selection.agreed import SHARED_MEMORY, Agreed
 from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     from pycoll import schedules
-    from pycoll._selection import costs, flows
     from pycoll._selection.costs import Work
     from pycoll._selection.flows import Flow
     from pycoll.schedules import Algorithm, Cost, reordered
 else:  # a job that talks through shared memory needs none of them
-    costs, flows = LazyModule("pycoll._selection.costs"), LazyModule("pycoll._selection.flows")
     schedules = LazyModule("pycoll.schedules")
     reordered = LazyModule("pycoll.schedules.reordered")
 

@@ -11,15 +11,10 @@ import functools
 import sys
 from collections.abc import Callable
 from types import FrameType, FunctionType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from pycoll._support.lazy_import import LazyModule
+from pycoll._support import foreign_calls
 from pycoll.errors import Error
-
-if TYPE_CHECKING:
-    from pycoll._support import foreign_calls
-else:  # needed when something is wrong
-    foreign_calls = LazyModule("pycoll._support.foreign_calls")
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)

@@ -72,7 +72,8 @@ def imports_of(path: Path) -> Imports:
                 found.add(dotted if dotted in MODULES else node.module)
             every |= found
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LazyModule":
-            found.add(ast.literal_eval(node.args[0]))
+            if isinstance(node.args[0], ast.Constant):
+                found.add(ast.literal_eval(node.args[0]))
         runs_on |= found if runs else set()
     return Imports(every, runs_on & set(MODULES))
 
