@@ -1,24 +1,14 @@
 """A call whose arguments were checked: what it is, how it goes, where its values are.
 
 The methods of `Calls` make these. A communicator's blocking method runs one (`Running`), its twin
-starts one, a persistent request makes and starts one each time. What a plan holds are named
-attributes, and nothing is sent while it is made. Its classes, one file a family:
-
-    scheduled        barrier, and arrays that one schedule moves or combines
-    rows_plan        gathers into lists of arrays
-    rooted_plans     broadcast and scatter, of which only the root knows what comes
-    object_plans     Python objects
-    uneven_plans     blocks that differ in shape
-    many             all_reduce_many
-    message_plans    messages and probes
-    subgroups        what makes communicators
+starts one, a persistent request makes and starts one each time. Nothing is sent while one is made.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._cuda.late_copies import LateCopies
@@ -28,6 +18,7 @@ from pycoll._transports.base import Operation
 if TYPE_CHECKING:
     from pycoll._arrays.value import Value
     from pycoll._calls.group import Bound
+    from pycoll._calls.message_steps import Outgoing
     from pycoll._calls.shared_memory import ShmComm
     from pycoll._calls.two_level import TwoLevelCall
     from pycoll._runtime.engine import Engine
@@ -39,6 +30,10 @@ R = TypeVar("R", covariant=True)
 
 HIERARCHICAL = "hierarchical"
 """The algorithm that may run in two levels."""
+
+
+ResultOf = Callable[[Any, LateCopies], Any]
+"""Makes the caller's value of what a call has returned; the second gets copies under way."""
 
 
 class Route(enum.Enum):
@@ -78,35 +73,54 @@ class CallPlan(Generic[R]):
     Args:
         group: the communicator's ranks.
         text: what must be the same on all ranks, for example ``"barrier(algorithm=tree)"``.
+        steps: runs it by messages, given its signature: its text, and where it was made.
         route: how it goes, if it is blocking.
-
-    Attributes:
+        in_shared_memory: runs it there; returns `shared_memory.BY_MESSAGES` if that cannot be.
+        result: makes the caller's value of what the call has returned; None: that is it.
+        reads: values that must be in host memory before it runs in shared memory.
         is_collective: False: point to point, not numbered.
         receives: a receive, which can be cancelled.
+        outgoing: the message that it sends, if it may be taken back.
     """
 
-    __slots__ = ("group", "route", "text")
+    __slots__ = (
+        *("_in_shared_memory", "_reads", "_result", "_steps", "group", "is_collective"),
+        *("outgoing", "receives", "route", "text"),
+    )
 
-    is_collective: ClassVar[bool] = True
-    receives: ClassVar[bool] = False
-
-    def __init__(self, group: Group, text: str, route: Route = Route.MESSAGES) -> None:
-        self.group = group
-        self.text = text
-        self.route = route
+    def __init__(
+        self,
+        group: Group,
+        text: str,
+        steps: Callable[[bytes], CallSteps] | None = None,
+        route: Route = Route.MESSAGES,
+        in_shared_memory: Callable[[ShmComm], Any] | None = None,
+        result: ResultOf | None = None,
+        reads: Sequence[Value] = (),
+        *,
+        is_collective: bool = True,
+        receives: bool = False,
+        outgoing: Outgoing | None = None,
+    ) -> None:
+        self.group, self.text, self.route = group, text, route
+        self._steps, self._in_shared_memory, self._result = steps, in_shared_memory, result
+        self._reads = reads
+        self.is_collective, self.receives, self.outgoing = is_collective, receives, outgoing
 
     @property
     def reads(self) -> Sequence[Value]:
         """Values that must be in host memory before it runs in shared memory, or in two levels."""
-        return ()
+        return self._reads
 
     def steps(self, signature: bytes) -> CallSteps:
         """Run it by messages; `signature`: its text, and where it was made."""
-        raise NotImplementedError
+        assert self._steps is not None
+        return self._steps(signature)
 
     def in_shared_memory(self, shm: ShmComm) -> Any:
         """Run it in shared memory; returns `shared_memory.BY_MESSAGES` if that cannot be."""
-        raise NotImplementedError
+        assert self._in_shared_memory is not None
+        return self._in_shared_memory(shm)
 
     def in_two_levels(self, levels: TwoLevelCall) -> None:
         """Run it in two levels."""
@@ -118,15 +132,11 @@ class CallPlan(Generic[R]):
 
     def result(self, got: Any, late: LateCopies) -> Any:
         """Make the caller's value of what the call has returned; `late` gets copies under way."""
-        return got
+        return got if self._result is None else self._result(got, late)
 
     def conclude(self, got: Any) -> tuple[Any, Sequence[Operation]]:
         """Return what the caller gets, and what must be done before."""
         return conclude(self.group.engine, self.result, got)
-
-
-ResultOf = Callable[[Any, LateCopies], Any]
-"""Makes the caller's value of what a call has returned; the second gets copies under way."""
 
 
 def conclude(engine: Engine, result: ResultOf, got: Any) -> tuple[Any, Sequence[Operation]]:

@@ -152,66 +152,6 @@ class Bucket:
         return combine
 
 
-class ManyPlan(CallPlan[list[Any]]):
-    """An all_reduce_many.
-
-    Args:
-        group, text, route: as of `CallPlan`.
-        values: the arrays.
-        buckets: what they travel in.
-        results: what makes the arrays for the caller, in their order.
-        op: what combines.
-        algorithm: that the caller wants, or None.
-        ints: the Python ints among the arrays; None: there are none.
-    """
-
-    __slots__ = ("_values", "algorithm", "buckets", "ints", "op", "results")
-
-    def __init__(
-        self,
-        group: Group,
-        text: str,
-        route: Route,
-        values: Sequence[Value],
-        buckets: Sequence[Bucket],
-        results: Sequence[Callable[[LateCopies], Any]],
-        op: Op,
-        algorithm: str | None,
-        ints: GatheredInts | None,
-    ) -> None:
-        super().__init__(group, text, route)
-        self.ints = ints
-        self._values = values
-        self.buckets = buckets
-        self.results = results
-        self.op = op
-        self.algorithm = algorithm
-
-    @property
-    def reads(self) -> Sequence[Value]:
-        return self._values
-
-    def steps(self, signature: bytes) -> CallSteps:
-        return _over_messages(
-            self.group, signature, self.buckets, self.op, self.algorithm, self.ints
-        )
-
-    def in_shared_memory(self, shm: ShmComm) -> None:
-        _through_core(shm, part_of("many", self.text), self.buckets, self.op)
-        if self.ints is not None:
-            move(shm, "all_gather", *_arrays_of(self.ints, shm.size))
-
-    def result(self, got: Any, late: LateCopies) -> list[Any]:
-        """Return the arrays.
-
-        Raises:
-            OverflowError: an int of any rank does not fit.
-        """
-        if self.ints is not None:
-            self.ints.check(self.text)
-        return [result(late) for result in self.results]
-
-
 def _choose(group: Group, op: Op, nbytes: int, forced: str | None, shm: bool) -> Choice:
     rank_order, whole = not op.commutative, not op.elementwise
     return group.choose("all_reduce", nbytes, forced, rank_order, whole, shm)
@@ -285,12 +225,26 @@ def prepare_all_reduce_many(
             fold = partial(functools.reduce, call)
         mine = [x for x in xs if packings.is_int(x)]
         ints = GatheredInts(mine, resolved.name, group.size, fold)
-        made, count = iter(results), itertools.count()
+        arrived, count = iter(results), itertools.count()
         results = [
-            partial(ints.result, text, next(count), out) if value is LIKE else next(made)
+            partial(ints.result, text, next(count), out) if value is LIKE else next(arrived)
             for value, out in zip(values, outs, strict=True)
         ]
-    return ManyPlan(group, text, route, values, buckets, results, resolved, algorithm, ints)
+
+    def steps(call: bytes) -> CallSteps:
+        return _over_messages(group, call, buckets, resolved, algorithm, ints)
+
+    def in_shared_memory(shm: ShmComm) -> None:
+        _through_core(shm, part_of("many", text), buckets, resolved)
+        if ints is not None:
+            move(shm, "all_gather", *_arrays_of(ints, shm.size))
+
+    def result(got: Any, late: LateCopies) -> list[Any]:
+        if ints is not None:
+            ints.check(text)
+        return [made(late) for made in results]
+
+    return CallPlan(group, text, steps, route, in_shared_memory, result, values)
 
 
 def _shown(value: Value) -> tuple[str, tuple[int, ...]]:

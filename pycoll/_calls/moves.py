@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll._arrays import conversion
-from pycoll._calls import arguments, collectives, object_plans, rooted_plans, rows_plan
+from pycoll._arrays import conversion, objects
+from pycoll._calls import (
+    arguments,
+    collectives,
+    object_collectives,
+    rooted_plans,
+    rows_plan,
+    shared_memory_calls,
+)
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import SHARED_MEMORY
 from pycoll._calls.preparing import Preparing, forced_text
@@ -33,7 +40,7 @@ class Moves(Preparing):
         group, root = self._group, arguments.check_root(root, self._group.size)
         route = self._route(self._choose("broadcast", 0, algorithm))
         text = f"{self._prefix}broadcast(root={root}{forced_text(algorithm)})"
-        return rooted_plans.BroadcastPlan(group, text, route, root, algorithm, x)
+        return rooted_plans.broadcast(group, text, route, root, algorithm, x)
 
     def scatter(
         self, x: Any, root: int = 0, out: Any = None, *, algorithm: str | None = None
@@ -41,7 +48,7 @@ class Moves(Preparing):
         group, root = self._group, arguments.check_root(root, self._group.size)
         route = self._route(self._choose("scatter", 0, algorithm))
         text = f"{self._prefix}scatter(root={root}{forced_text(algorithm)})"
-        return rooted_plans.ScatterPlan(group, text, route, root, algorithm, x, out)
+        return rooted_plans.scatter(group, text, route, root, algorithm, x, out)
 
     def gather(
         self, x: Any, root: int = 0, out: Any = None, *, algorithm: str | None = None
@@ -54,7 +61,12 @@ class Moves(Preparing):
             arguments.no_out(out if is_root else None)
             choice = Choice(arguments.by_messages("gather", algorithm) or "linear")
             text = f"{self._prefix}gather(object, root={root}, algorithm={choice})"
-            return object_plans.GatherPlan(group, text, x, choice, root)
+            parts = objects.dump(x)
+            return CallPlan(
+                group,
+                text,
+                lambda call: object_collectives.gather(group, call, parts, choice, root),
+            )
         chosen = self._choose("gather", value.array.nbytes, algorithm)
         target = None
         if is_root and isinstance(out, list | tuple):
@@ -78,7 +90,14 @@ class Moves(Preparing):
             arguments.no_out(out)
             forced, route = self._by_objects("all_gather", algorithm)
             text = f"{self._prefix}all_gather(object{forced_text(algorithm)})"
-            return object_plans.AllGatherPlan(group, text, route, x, forced)
+            parts = objects.dump(x)
+            return CallPlan(
+                group,
+                text,
+                lambda call: object_collectives.all_gather(group, call, parts, forced),
+                route,
+                lambda shm: shared_memory_calls.all_gather_objects(shm, parts),
+            )
         chosen = self._choose("all_gather", value.array.nbytes, algorithm)
         if isinstance(out, list | tuple):
             return self._moved_apart("all_gather", value, chosen, out)
@@ -97,7 +116,14 @@ class Moves(Preparing):
             forced, route = self._by_objects("all_to_all", algorithm)
             text = f"{self._prefix}all_to_all(object{forced_text(algorithm)})"
             choice = Choice(forced or "pairwise")
-            return object_plans.AllToAllPlan(group, text, route, x, choice)
+            blocks = [objects.dump(item) for item in x]
+            return CallPlan(
+                group,
+                text,
+                lambda call: object_collectives.all_to_all(group, call, blocks, choice),
+                route,
+                lambda shm: shared_memory_calls.all_to_all_objects(shm, blocks),
+            )
         value = arguments.split_value("all_to_all", x, group.size)
         nbytes = value.array.nbytes // group.size
         chosen = self._choose("all_to_all", nbytes, algorithm)
@@ -144,9 +170,7 @@ class Moves(Preparing):
     ) -> CallPlan[Any]:
         """Prepare a gather into a list of arrays; other ranks need not do that."""
         text, route = self._text(collective, value, chosen, root), self._route(chosen)
-        return rows_plan.RowsPlan(
-            self._group, text, route, collective, chosen, value, out, root or 0
-        )
+        return rows_plan.gather(self._group, text, route, collective, chosen, value, out, root or 0)
 
     def _text(self, collective: str, value: Value, chosen: Choice, root: int | None) -> str:
         where = "" if root is None else f"root={root}, "

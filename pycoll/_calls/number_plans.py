@@ -108,7 +108,7 @@ class NumberPlan(CallPlan[Any]):
         root: int = 0,
         salt: int = 0,
     ) -> None:
-        super().__init__(group, text, route)
+        super().__init__(group, text, route=route)
         self._runs, self._choice, self._packing, self._shape = runs, choice, packing, shape
         self._op, self._root, self._salt = op, root, salt
         self._source = memoryview(source)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycoll import schedules
-from pycoll._arrays import objects
+from pycoll._arrays import objects, user_operators
 from pycoll._calls.group import Group, How
 from pycoll._runtime.binding import Binding, fill_from
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
 from pycoll._transports.base import Parts, nbytes_of
+
+if TYPE_CHECKING:
+    from pycoll._arrays.operators import Op
 
 LINEAR = Choice("linear")
 
@@ -133,3 +137,13 @@ def _gather_bytes(
         nbytes, target = list(lengths), list(buffers)
     yield from group.run((number, 1), call, how, Binding(nbytes, source, target))
     return buffers
+
+
+def folded(values: Sequence[Any], op: Op) -> Any:
+    """Combine objects in rank order; None of no objects.
+
+    Nothing is under way: what `op` raises breaks nothing.
+    """
+    assert callable(op.fn)
+    call = functools.partial(user_operators.call, op.fn, op.name)
+    return functools.reduce(call, values) if values else None

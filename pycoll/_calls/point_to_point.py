@@ -1,19 +1,30 @@
-"""Messages and probes, prepared: arguments are checked, and nothing is sent yet."""
+"""Messages and probes, prepared: arguments are checked, and nothing is sent yet.
+
+This is the way through Python. A NumPy array or an object of a common type takes none of these: its
+method is the C core's (`messages_type.c`), which calls Python for all else.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pycoll._calls import arguments, message_plans, message_steps
+from pycoll._arrays import conversion
+from pycoll._calls import arguments, message_steps
+from pycoll._calls.call_plan import CallPlan
 from pycoll._calls.preparing import Preparing
 from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, PROC_NULL, Held, Status
 
 if TYPE_CHECKING:
-    from pycoll._calls.call_plan import CallPlan
+    from pycoll._arrays.value import Value
+    from pycoll._runtime.task import CallSteps
 
 
 Matched = tuple[Status, Held | None]
 """What a matched probe has found; None: the message of PROC_NULL."""
+
+Receive = Callable[["Value | None", "int | None"], "CallSteps"]
+"""Receives into an array, or new memory, on that GPU if on one."""
 
 
 class PointToPointCalls(Preparing):
@@ -37,8 +48,15 @@ class PointToPointCalls(Preparing):
         if name == "bsend":
             outgoing.detach()
         text = f"{self._prefix}{name}({outgoing.text}, dest={_name(dest)}, tag={tag})"
-        is_buffered = name == "bsend"
-        return message_plans.SendPlan(group, text, outgoing, dest, tag, is_buffered)
+
+        def steps(_: bytes) -> CallSteps:
+            if dest == PROC_NULL:
+                return _nothing()
+            if name == "bsend":
+                return message_steps.buffered_send(group, outgoing, dest, tag, text)
+            return message_steps.send(group, outgoing, dest, tag)
+
+        return CallPlan(group, text, steps, is_collective=False, outgoing=outgoing)
 
     def recv(
         self,
@@ -51,7 +69,12 @@ class PointToPointCalls(Preparing):
         source = arguments.check_source(source, group.size)
         tag = arguments.check_tag(tag, wildcard=True)
         text = f"{self._prefix}recv(source={_name(source)}, tag={_name(tag)})"
-        return message_plans.ReceivePlan(group, text, source, tag, out, status)
+
+        def receive(target: Value | None, gpu: int | None) -> CallSteps:
+            return message_steps.receive(group, source, tag, target, status, gpu)
+
+        _, steps = _filling(source != PROC_NULL, out, status, receive)
+        return CallPlan(group, text, lambda _: steps(), is_collective=False, receives=True)
 
     def sendrecv(
         self,
@@ -63,15 +86,30 @@ class PointToPointCalls(Preparing):
         out: Any = None,
         status: Status | None = None,
     ) -> CallPlan[Any]:
+        """Prepare both at the same time; in place, if `out` is `x`."""
         group = self._group
         dest = arguments.check_peer(dest, "dest", group.size)
         source = arguments.check_source(source, group.size)
         sendtag, recvtag = arguments.check_tag(sendtag), arguments.check_tag(recvtag, wildcard=True)
         places = f"dest={_name(dest)}, source={_name(source)}, tag={_name(sendtag)}"
         text = f"{self._prefix}sendrecv({places})"
-        return message_plans.SendReceivePlan(
-            group, text, x, dest, source, sendtag, recvtag, out, status
-        )
+
+        def receive(target: Value | None, gpu: int | None) -> CallSteps:
+            return message_steps.receive(group, source, recvtag, target, status, gpu)
+
+        target, receiving = _filling(source != PROC_NULL, out, status, receive)
+        if out is not x:
+            arguments.check_apart(x, target)
+        outgoing = None if dest == PROC_NULL else message_steps.Outgoing(x)
+        if out is x and outgoing is not None:
+            outgoing.detach()
+            if target is not None and outgoing.value is not None:
+                target.follow(outgoing.value)
+
+        def steps(_: bytes) -> CallSteps:
+            return message_steps.send_receive(group, outgoing, (dest, sendtag), receiving())
+
+        return CallPlan(group, text, steps, is_collective=False, outgoing=outgoing)
 
     def probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> CallPlan[Status]:
         return self._probe("probe", source, tag)
@@ -90,7 +128,13 @@ class PointToPointCalls(Preparing):
         source = arguments.check_source(source, group.size)
         tag = arguments.check_tag(tag, wildcard=True)
         text = f"{name}(source={_name(source)}, tag={_name(tag)})"
-        return message_plans.ProbePlan(group, text, name, source, tag)
+
+        def steps(_: bytes) -> CallSteps:
+            if source == PROC_NULL:
+                return _nothing((Status(), None) if name.endswith("mprobe") else Status())
+            return message_steps.PROBES[name](group, source, tag)
+
+        return CallPlan(group, text, steps, is_collective=False)
 
     def receive_held(
         self, found: Status, held: Held | None, out: Any, status: Status | None
@@ -98,7 +142,38 @@ class PointToPointCalls(Preparing):
         """Prepare the receive of a message that a matched probe has found; None: there is none."""
         which = f"source={_name(found.source)}, tag={_name(found.tag)}"
         text = f"{self._prefix}recv(the message of {which})"
-        return message_plans.ReceiveHeldPlan(self._group, text, held, out, status)
+        group = self._group
+
+        def receive(target: Value | None, gpu: int | None) -> CallSteps:
+            assert held is not None
+            return message_steps.receive_held(group, held, target, status, gpu)
+
+        _, steps = _filling(held is not None, out, status, receive)
+        return CallPlan(group, text, lambda _: steps(), is_collective=False, receives=True)
+
+
+def _filling(
+    comes: bool, out: Any, status: Status | None, receive: Receive
+) -> tuple[Value | None, Callable[[], CallSteps]]:
+    """Return `out`, checked, and what fills it or makes a value; nothing, if no message comes."""
+    arguments.check_status(status)
+    target = arguments.fillable_out(out)
+    gpu = conversion.here() if target is None else None
+
+    def steps() -> CallSteps:
+        if comes:
+            return receive(target, gpu)
+        if status is not None:
+            status.source, status.tag, status.nbytes = PROC_NULL, ANY_TAG, 0
+        return _nothing(out)
+
+    return target, steps
+
+
+def _nothing(result: Any = None) -> CallSteps:
+    """A call that is done at once."""
+    yield from ()
+    return result
 
 
 def _name(rank: int) -> str:

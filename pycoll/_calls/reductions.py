@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll._arrays import conversion, operators
+from pycoll._arrays import conversion, objects, operators
 from pycoll._calls import (
     arguments,
     collectives,
     lists,
     many,
     number_plans,
-    object_plans,
+    object_collectives,
     on_gpus,
     packings,
 )
+from pycoll._calls.call_plan import CallPlan
 from pycoll._calls.numbering import OPS
 from pycoll._calls.preparing import Preparing
 from pycoll._calls.scheduled import ArrayPlan
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from pycoll._arrays.types import MaybeNone, Reducer, T
     from pycoll._arrays.value import Value
     from pycoll._calls.arguments import Target
-    from pycoll._calls.call_plan import CallPlan
+    from pycoll._cuda.late_copies import LateCopies
+    from pycoll._runtime.task import CallSteps
     from pycoll._selection.select import Choice
 else:  # a program that only calls barrier() imports no NumPy
     dtypes = LazyModule("pycoll._dtypes")
@@ -57,7 +59,7 @@ class Reductions(Preparing):
             arguments.no_out(out if is_root else None)
             _no_algorithm(algorithm)
             text = f"{self._prefix}reduce(object, op={resolved.signature}, root={root})"
-            return object_plans.ReducePlan(group, text, x, resolved, root)
+            return self._of_objects(text, x, resolved, group.size, root)
         value = conversion.wrap_operand(x)
         chosen = self._choose_reduction("reduce", value, resolved, algorithm)
         target = None
@@ -77,7 +79,7 @@ class Reductions(Preparing):
             arguments.no_out(out)
             _no_algorithm(algorithm)
             text = f"{self._prefix}all_reduce(object, op={resolved.signature})"
-            return object_plans.AllReducePlan(self._group, text, x, resolved)
+            return self._of_objects(text, x, resolved, self._group.size)
         value = conversion.wrap_operand(x)
         chosen = self._choose_reduction("all_reduce", value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape)
@@ -129,7 +131,7 @@ class Reductions(Preparing):
             arguments.no_out(out)
             text = f"{self._prefix}{collective}(object, op={resolved.signature})"
             count = group.rank + (collective == "scan")
-            return object_plans.AllReducePlan(group, text, x, resolved, count)
+            return self._of_objects(text, x, resolved, count)
         value = conversion.wrap_operand(x)
         chosen = self._choose_reduction(collective, value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape)
@@ -168,6 +170,22 @@ class Reductions(Preparing):
             may_use_gpus=may_use_gpus,
             reduction=reduction,
         )
+
+    def _of_objects(
+        self, text: str, x: Any, op: Op, count: int, root: int | None = None
+    ) -> CallPlan[Any]:
+        """Prepare a reduction of objects: all, or a root, gather them and combine the first."""
+        group, parts = self._group, objects.dump(x)
+
+        def steps(call: bytes) -> CallSteps:
+            if root is None:
+                return object_collectives.all_gather(group, call, parts, None)
+            return object_collectives.gather(group, call, parts, object_collectives.LINEAR, root)
+
+        def result(got: Any, late: LateCopies) -> Any:
+            return None if got is None else object_collectives.folded(got[:count], op)
+
+        return CallPlan(group, text, steps, result=result)
 
     def _of_number(
         self, collective: str, x: Any, op: Reducer, algorithm: str | None, out: Any, root: int = 0

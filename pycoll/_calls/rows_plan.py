@@ -1,4 +1,4 @@
-"""The plan of gathers into a list of arrays, one for each rank, instead of one array.
+"""Gathers into a list of arrays, one for each rank, instead of one array.
 
 By messages each row comes to its array. Shared memory has one array, whose rows are copied then.
 """
@@ -13,9 +13,8 @@ import numpy as np
 from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
 from pycoll._calls import arguments, collectives, shared_memory_calls
-from pycoll._calls.call_plan import Route
+from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import Group
-from pycoll._calls.scheduled import ArrayPlan
 from pycoll._calls.shared_memory import ShmComm
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._dtypes import Array
@@ -23,11 +22,21 @@ from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
 
 
-class RowsPlan(ArrayPlan):
-    """A gather, or all_gather, whose rows go to arrays of the caller's.
+def gather(
+    group: Group,
+    text: str,
+    route: Route,
+    collective: str,
+    choice: Choice,
+    x: Value,
+    out: Sequence[Any],
+    root: int,
+) -> CallPlan[Any]:
+    """Prepare a gather, or all_gather, whose rows go to arrays of the caller's.
 
     Args:
-        group, text, route, collective, choice, x, root: as of `ArrayPlan`.
+        group, text, route: as of `CallPlan`.
+        collective, choice, x, root: as of `scheduled.ArrayPlan`.
         out: a list or tuple of arrays, one for each rank.
 
     Raises:
@@ -35,59 +44,41 @@ class RowsPlan(ArrayPlan):
         ValueError: it has another length; an item cannot be filled, is of another dtype or shape,
             or overlaps `x` and is not ``out[rank] is x`` of an all_gather.
     """
+    if len(out) != group.size:
+        raise ValueError(
+            f"out is a list of {group.size} arrays, one for each rank; it has {len(out)}"
+        )
+    values = [
+        conversion.check_out(item, x.dtype, x.array.shape, f"out[{rank}]")
+        for rank, item in enumerate(out)
+    ]
+    for rank, value in enumerate(values):
+        own = collective == "all_gather" and rank == group.rank
+        if own and arguments.same_memory(value.place, x.place):
+            continue
+        if conversion.overlap(value.place, x.place):
+            others = ", or x itself as out[rank]" if collective == "all_gather" else ""
+            raise ValueError(f"out[{rank}] overlaps x. Pass an array of its own{others}.")
 
-    __slots__ = ("out", "values")
-
-    def __init__(
-        self,
-        group: Group,
-        text: str,
-        route: Route,
-        collective: str,
-        choice: Choice,
-        x: Value,
-        out: Sequence[Any],
-        root: int = 0,
-    ) -> None:
-        super().__init__(group, text, route, collective, choice, x, None, root=root)
-        if len(out) != group.size:
-            raise ValueError(
-                f"out is a list of {group.size} arrays, one for each rank; it has {len(out)}"
-            )
-        self.out = out
-        self.values = [
-            conversion.check_out(item, x.dtype, x.array.shape, f"out[{rank}]")
-            for rank, item in enumerate(out)
-        ]
-        for rank, value in enumerate(self.values):
-            own = collective == "all_gather" and rank == group.rank
-            if own and arguments.same_memory(value.place, x.place):
-                continue
-            if conversion.overlap(value.place, x.place):
-                others = ", or x itself as out[rank]" if collective == "all_gather" else ""
-                raise ValueError(f"out[{rank}] overlaps x. Pass an array of its own{others}.")
-
-    def steps(self, signature: bytes) -> CallSteps:
-        """Run the schedule; returns the rows."""
-        places = [_place(value) for value in self.values]
-        group, collective, choice = self.group, self.collective, self.choice
-        bound = collectives.bind(group, collective, choice, self.x, places, root=self.root)
-        yield from collectives.run(group, signature, bound)
+    def steps(call: bytes) -> CallSteps:
+        places = [_place(value) for value in values]
+        bound = collectives.bind(group, collective, choice, x, places, root=root)
+        yield from collectives.run(group, call, bound)
         return places
 
-    def in_shared_memory(self, shm: ShmComm) -> Array:
-        """Gather into one array; returns it."""
-        rows = np.empty((self.group.size, *self.x.array.shape), self.x.dtype.storage)
-        shared_memory_calls.move(shm, self.collective, self.x, rows, self.root)
+    def in_shared_memory(shm: ShmComm) -> Array:
+        rows = np.empty((group.size, *x.array.shape), x.dtype.storage)
+        shared_memory_calls.move(shm, collective, x, rows, root)
         return rows
 
-    def result(self, got: Any, late: LateCopies) -> Any:
-        """Return `out`, filled with the rows."""
-        for value, row in zip(self.values, got, strict=True):
+    def result(got: Any, late: LateCopies) -> Any:
+        for value, row in zip(values, got, strict=True):
             if row is not value.array:
                 value.array[...] = row
             conversion.unwrap(value, late)
-        return self.out
+        return out
+
+    return CallPlan(group, text, steps, route, in_shared_memory, result, (x,))
 
 
 def _place(value: Value) -> Array:

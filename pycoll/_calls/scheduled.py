@@ -27,17 +27,12 @@ BY_CUDA_IPC = Choice("linear")
 
 
 class BarrierPlan(CallPlan[None]):
-    """A barrier.
-
-    Args:
-        group, text, route: as of `CallPlan`.
-        choice: its algorithm.
-    """
+    """A barrier, by the algorithm `choice`."""
 
     __slots__ = ("choice",)
 
     def __init__(self, group: Group, text: str, route: Route, choice: Choice) -> None:
-        super().__init__(group, text, route)
+        super().__init__(group, text, route=route)
         self.choice = choice
 
     def bind(self) -> Bound:
@@ -93,7 +88,7 @@ class ArrayPlan(CallPlan[Any]):
         may_use_gpus: bool = False,
         reduction: Reduction | None = None,
     ) -> None:
-        super().__init__(group, text, route)
+        super().__init__(group, text, route=route)
         self.collective = collective
         self.choice = choice
         self.x = x

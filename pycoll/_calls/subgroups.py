@@ -7,6 +7,7 @@ each other (split) or from what all of them know without a word (sub).
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -57,32 +58,25 @@ class Makings:
             return child(group, f"sub {made}{keyed}", ranks, name)
 
 
-class ExchangePlan(CallPlan[bytearray]):
-    """What makes communicators: every rank tells all its row. The rows, one after the other.
+def exchange(group: Group, text: str, row: bytes) -> CallPlan[bytearray]:
+    """Prepare what makes communicators: every rank tells all its row, of a length that all have.
 
-    Args:
-        group, text: as of `CallPlan`.
-        row: this rank's, of a length that all have.
+    Returns, when it is run, the rows, one after the other.
     """
 
-    __slots__ = ("row",)
-
-    def __init__(self, group: Group, text: str, row: bytes) -> None:
-        super().__init__(group, text, Route.MESSAGES if group.shm is None else Route.SHARED_MEMORY)
-        self.row = row
-
-    def steps(self, signature: bytes) -> CallSteps:
-        return _exchange(self.group, signature, self.row)
-
-    def in_shared_memory(self, shm: ShmComm) -> bytearray:
+    def in_shared_memory(shm: ShmComm) -> bytearray:
         """Gather the rows in shared memory; no call of another text must meet this one."""
-        rows = bytearray(shm.size * len(self.row))
-        kind, salt = KINDS.index("all_gather"), part_of("group", self.text)
-        shm.core.run(kind, 0, 0, 0, (), salt, self.row, rows, len(self.row))
+        rows = bytearray(shm.size * len(row))
+        kind, salt = KINDS.index("all_gather"), part_of("group", text)
+        shm.core.run(kind, 0, 0, 0, (), salt, row, rows, len(row))
         return rows
 
+    route = Route.MESSAGES if group.shm is None else Route.SHARED_MEMORY
+    steps = functools.partial(_exchange, group, row)
+    return CallPlan(group, text, steps, route, in_shared_memory)
 
-def _exchange(group: Group, call: bytes, row: bytes) -> CallSteps:
+
+def _exchange(group: Group, row: bytes, call: bytes) -> CallSteps:
     number = group.context.begin(call)
     size, length = group.size, len(row)
     rows = bytearray(size * length)

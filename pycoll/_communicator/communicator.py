@@ -377,8 +377,8 @@ class Communicator(
         self, text: str, color: int | None, key: int, name: str | None, timeout: float | None
     ) -> Group | None:
         group, row = self._group, self._makings.row(color, key)
-        plan = subgroups.ExchangePlan(group, text, row)
-        return subgroups.split(group, self._run(plan, timeout), name)
+        rows = self._run(subgroups.exchange(group, text, row), timeout)
+        return subgroups.split(group, rows, name)
 
     # --- shared arrays ---------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll._calls import message_plans, message_steps
+from pycoll._calls import message_steps
+from pycoll._calls.call_plan import CallPlan
 from pycoll._communicator.running import Running
 from pycoll._requests.matched import Message
 from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, Status
@@ -15,7 +16,6 @@ from pycoll._support.public_edge import part_of
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
-    from pycoll._calls.call_plan import CallPlan
     from pycoll._requests.core_requests import CoreRequest
 
 
@@ -69,7 +69,6 @@ class PointToPoint(Running):
 
     def _send_within(self, plan: CallPlan[Any], timeout: float | None) -> Any:
         """Run a call that sends a message, which says whether it has a deadline."""
-        assert isinstance(plan, message_plans.SendPlan | message_plans.SendReceivePlan)
         seconds = self._seconds(timeout)
         if plan.outgoing is not None:
             plan.outgoing.may_be_withdrawn = seconds != math.inf
@@ -95,7 +94,8 @@ class PointToPoint(Running):
         self, text: str, steps: CallSteps, begun: Sequence[CoreRequest], seconds: float
     ) -> None:
         try:
-            self._run(message_plans.BegunPlan(self._group, text, steps), seconds)
+            plan = CallPlan[Any](self._group, text, lambda _: steps, is_collective=False)
+            self._run(plan, seconds)
         except BaseException as exc:
             with self._group.engine.locked():
                 for request in begun:

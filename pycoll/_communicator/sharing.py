@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from pycoll._calls.call_plan import CallPlan, Route
+from pycoll._arrays import objects
+from pycoll._calls import object_collectives
+from pycoll._calls.call_plan import CallPlan
 from pycoll._calls.group import Group
-from pycoll._calls.object_plans import AllGatherPlan
 from pycoll._runtime import shared_arrays
 
 
@@ -31,7 +32,14 @@ def share(
     memory = group.engine.shared_memory
     host = memory.host if memory is not None else None
     own, said = shared_arrays.expose(x, group.rank, group.size, host)
-    all_said = run(AllGatherPlan(group, "share()", Route.MESSAGES, said))
+    parts = objects.dump(said)
+    all_said = run(
+        CallPlan(
+            group,
+            "share()",
+            lambda call: object_collectives.all_gather(group, call, parts, None),
+        )
+    )
     for rank, other in enumerate(all_said):
         if other.refused:
             shared_arrays.take_back(own)
