@@ -32,7 +32,7 @@ TITLES = {
 RETURNED = {
     "requests": (
         "pycoll._requests.nonblocking.Persistent",
-        "pycoll._requests.request.PersistentRequest",
+        "pycoll._requests.core_requests.PersistentRequest",
     ),
     "algorithms": ("pycoll._calls.explain.Explanation", "pycoll._drawing.show.Drawing"),
 }

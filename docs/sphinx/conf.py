@@ -88,7 +88,7 @@ NOT_MADE_BY_USERS = {
     "pycoll.Request",
     "pycoll._drawing.show.Drawing",
     "pycoll._requests.nonblocking.Persistent",
-    "pycoll._requests.request.PersistentRequest",
+    "pycoll._requests.core_requests.PersistentRequest",
     "pycoll.parallel.CompressedRequest",
 }
 """Classes whose parameters are nobody's business: methods and functions return them."""

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from pycoll._requests import request as requests
 from pycoll._requests.core_collectives import CoreCollective
-from pycoll._requests.core_requests import Both, CorePersistent, CoreRequest
+from pycoll._requests.core_requests import Both, CoreRequest, PersistentRequest
 from pycoll._requests.matched import Message
-from pycoll._requests.request import PersistentRequest, Request
+from pycoll._requests.request import Request
 from pycoll._runtime.envelope import Status
 from pycoll._runtime.task import made_elsewhere, users_frame
 from pycoll._support.public_edge import edge
@@ -62,7 +62,7 @@ class RequestTracer:
 
     def install(self) -> None:
         """Have all waits of this process recorded; called once."""
-        kinds: tuple[Any, ...] = (Request, CoreRequest, CoreCollective, Both, CorePersistent)
+        kinds: tuple[Any, ...] = (Request, CoreRequest, CoreCollective, Both, PersistentRequest)
         for kind in kinds:
             kind.wait = self._waiting(kind, kind.wait)
         for name in ("recv", "irecv"):
@@ -148,8 +148,8 @@ class RequestTracer:
         def traced(request: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
             # A wait of the core's may end in one of Python's, which is the same: one record.
-            is_inside = kind is Request and type(request) not in (Request, PersistentRequest)
-            passes_on = kind is CorePersistent and type(request._in_core) is Request
+            is_inside = kind is Request and type(request) is not Request
+            passes_on = kind is PersistentRequest and type(request._in_core) is Request
             if is_inside or passes_on or _posted(request) is None:
                 return wait(request, *args, **kwargs)
             result, ordinal = self._record("wait", wait, (request, *args), kwargs)
@@ -213,7 +213,7 @@ class RequestTracer:
 
 def _posted(request: Any) -> _Posted | None:
     """Return the call that has made a request; None: it was not recorded."""
-    if isinstance(request, CorePersistent):
+    if isinstance(request, PersistentRequest):
         request = request._in_core
     posted: _Posted | None = getattr(request, "_posted", None)
     return posted

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 import pycoll._transports._core as _core
 from pycoll._arrays import conversion, objects
 from pycoll._calls import arguments, message_steps
-from pycoll._calls.call_plan import CallPlan
 from pycoll._requests import core_several
 from pycoll._requests import request as requests
-from pycoll._requests.core_started import CoreStarted, Owner, waiting
-from pycoll._requests.request import PersistentRequest, Request
+from pycoll._requests.core_started import CoreStarted, InCore, Owner, waiting
+from pycoll._requests.request import R, Request
 from pycoll._runtime.communicators import raise_requests_error
 from pycoll._runtime.envelope import ANY, P2P, Incoming, Status
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import Call, Started
+from pycoll._support.foreign_names import OF_REQUESTS
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge, edges
-from pycoll._transports._core import Messages, claim, take, wait_all
+from pycoll._transports._core import Messages, take, wait_all
 from pycoll._transports.core import REFUSED
 from pycoll.errors import Error
 
@@ -222,7 +222,7 @@ class CoreRequest(_core.Request, CoreStarted, shown_as="Request"):
 
 
 @edges
-class Both(_core.Both, Request[Any], shown_as="Request"):
+class Both(_core.Both, InCore, shown_as="Request"):
     """A receive and a send of the core's as one request, an isendrecv.
 
     Here is what the core leaves of it: as for `CoreRequest`.
@@ -230,12 +230,6 @@ class Both(_core.Both, Request[Any], shown_as="Request"):
 
     _receives = _cancelled = False
     _made: Started | None = None
-
-    def _state_for(self, core: Any) -> int:
-        return 0
-
-    def _claim(self) -> bool:
-        return bool(claim(self))
 
     @property
     def _has_failed(self) -> bool:
@@ -294,29 +288,28 @@ class Both(_core.Both, Request[Any], shown_as="Request"):
 
 
 @edges
-class CorePersistent(_core.Persistent, PersistentRequest[Any], shown_as="PersistentRequest"):
-    """A persistent request whose calls the core may do: each start is a request of its own.
+class PersistentRequest(
+    _core.Persistent, Request[R], foreign=OF_REQUESTS, shown_as="PersistentRequest"
+):
+    """A call that can be started again and again; made by `Communicator.persistent`.
 
-    Args:
-        group: the communicator's ranks.
-        prepare: prepares the call, to find now what is wrong with its arguments.
-        begin: starts the call, with `args` and `keywords`.
+    Each `start` looks at the arguments anew: arrays are read and filled again, objects pickled.
     """
 
     def __init__(
         self,
         group: Group,
-        prepare: Callable[[], CallPlan[Any]],
-        begin: Callable[..., Request[Any]],
+        receives: bool,
+        begin: Callable[..., Request[R]],
         args: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> None:
         self._group = group
+        self._receives = receives
         self._begin = functools.partial(begin, *args, **keywords)
         self._bind(begin, args, keywords)
-        self._receives = prepare().receives
 
-    def _start(self) -> CorePersistent:
+    def _start(self) -> PersistentRequest[R]:
         """Start the call where the last one may be under way, or was not the core's."""
         last = self._in_core
         if last is not None and not last.done:
@@ -327,8 +320,8 @@ class CorePersistent(_core.Persistent, PersistentRequest[Any], shown_as="Persist
     def _calls(self) -> list[tuple[Call, Collection[int]]]:
         return self._in_core._calls() if self._in_core is not None else []
 
-    def _last(self) -> Request[Any]:
-        last: Request[Any] | None = self._in_core
+    def _last(self) -> Request[R]:
+        last: Request[R] | None = self._in_core
         if last is None:
             self._started()  # raises that it was not started
         assert last is not None
@@ -349,7 +342,7 @@ class CorePersistent(_core.Persistent, PersistentRequest[Any], shown_as="Persist
         return self._last().done
 
     @property
-    def result(self) -> Any:
+    def result(self) -> R:
         """What the call returns; see `pycoll.Request.result`."""
         return self._last().result
 
@@ -376,6 +369,9 @@ class CorePersistent(_core.Persistent, PersistentRequest[Any], shown_as="Persist
     @_collected.setter
     def _collected(self, whether: bool) -> None:
         self._last()._collected = whether
+
+    def _state_for(self, core: Any) -> int:
+        return 0  # it may be started again
 
     def _claim(self) -> bool:
         return self._last()._claim()

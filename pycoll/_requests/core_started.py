@@ -78,7 +78,17 @@ class CoreTask(Operation):
             self._begun._abandon()
 
 
-class CoreStarted(Request[Any]):
+class InCore(Request[Any]):
+    """A request whose end the core knows."""
+
+    def _state_for(self, core: Any) -> int:
+        return 0
+
+    def _claim(self) -> bool:
+        return bool(_core.claim(self))
+
+
+class CoreStarted(InCore):
     """A request that the core has begun; the other base is a type of the core's."""
 
     _made: CoreTask | None = None
@@ -106,12 +116,6 @@ class CoreStarted(Request[Any]):
                 made.finish(self._error())
             return made
         return self._made
-
-    def _state_for(self, core: Any) -> int:
-        return 0
-
-    def _claim(self) -> bool:
-        return bool(_core.claim(self))
 
     def _started(self) -> CoreTask:  # type: ignore[override]
         return self._task

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from pycoll._calls.call_plan import CallPlan
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import Group
-from pycoll._requests.request import PersistentRequest, Request
+from pycoll._requests import core_requests
+from pycoll._requests.request import Request
 from pycoll._support.foreign_names import Hinting
 from pycoll._support.public_edge import edges
+
+if TYPE_CHECKING:
+    from pycoll._requests.core_requests import PersistentRequest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,16 +45,15 @@ def _persistent(
 
     def make(self: Persistent, /, *args: P.args, **kwargs: P.kwargs) -> PersistentRequest[R]:
         _no_timeout(kwargs)
+        plan = prepare(self._calls, *args, **kwargs)  # to find now what is wrong with the arguments
 
-        def again() -> CallPlan[R]:
-            return prepare(self._calls, *args, **kwargs)
+        def in_python(*args: P.args, **kwargs: P.kwargs) -> Request[R]:
+            return Request(prepare(self._calls, *args, **kwargs))
 
-        begin = self._in_core.get(f"i{prepare.__name__}")
-        if begin is None:
-            return PersistentRequest(self._group, again)
-        from pycoll._requests.core_requests import CorePersistent
-
-        return CorePersistent(self._group, again, begin, args, dict(kwargs))
+        begin = self._in_core.get(f"i{prepare.__name__}", in_python)
+        return core_requests.PersistentRequest(
+            self._group, plan.receives, begin, args, dict(kwargs)
+        )
 
     _document(make, prepare, "persistent.", prepare.__name__, "Make a persistent")
     return make

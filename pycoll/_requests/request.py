@@ -222,37 +222,6 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS, absent=ABSENT_FROM_REQUE
         return arguments.check_timeout(timeout, "timeout")
 
 
-@edges
-class PersistentRequest(Request[R], foreign=OF_REQUESTS):
-    """A call that can be started again and again; made by `Communicator.persistent`.
-
-    Each `start` looks at the arguments anew: arrays are read and filled again, objects pickled.
-    """
-
-    def __init__(self, group: Group, prepare: Callable[[], CallPlan[R]]) -> None:
-        self._group = group
-        self._prepare = prepare
-        self._receives = prepare().receives  # to find now what is wrong with the arguments
-        self._cancelled = False
-        self._collected = False
-        self._task = None
-
-    def _state_for(self, core: Any) -> int:
-        return 0  # it may be started again
-
-    def start(self) -> PersistentRequest[R]:
-        """Start the call (once more); returns this request.
-
-        Raises:
-            Error: it is still under way.
-        """
-        if self._task is not None and not self._task.done:
-            raise Error(f"{self._task.call} is still under way: wait() for it first")
-        self._task = begin(self._prepare())
-        self._cancelled = self._collected = False
-        return self
-
-
 @edge
 def wait_all(requests: Iterable[Request[R]], timeout: float | None = None) -> list[R]:
     """Return the results of all requests, in their order.

@@ -14,7 +14,7 @@ import pytest
 from tiers import exhaustive
 
 import pycoll
-from pycoll._requests.request import PersistentRequest
+from pycoll._requests.core_requests import PersistentRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -15,7 +15,7 @@ import pycoll
 from pycoll import mpi4py_like
 from pycoll._calls.explain import Explanation
 from pycoll._requests.nonblocking import Persistent
-from pycoll._requests.request import PersistentRequest
+from pycoll._requests.core_requests import PersistentRequest
 
 CLASSES = [
     *(value for value in map(pycoll.__getattr__, pycoll._HOMES) if isinstance(value, type)),

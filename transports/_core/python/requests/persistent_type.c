@@ -92,7 +92,8 @@ static PyMethodDef persistent_methods[] = {
     {"_bind", (PyCFunction)persistent_bind, METH_VARARGS,
      "_bind(begin, args, keywords): what starts the call."},
     {"start", (PyCFunction)persistent_start, METH_NOARGS,
-     "Start the call. See pycoll.PersistentRequest.start."},
+     "start($self, /)\n--\n\nStart the call (once more); returns this request.\n\nRaises:\n    "
+     "Error: it is still under way."},
     {"wait", (PyCFunction)(void (*)(void))persistent_wait, METH_FASTCALL | METH_KEYWORDS,
      "wait($self, timeout=None)\n--\n\nReturn the result, when the call is done. See "
      "pycoll.Request.wait."},
