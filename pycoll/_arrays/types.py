@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,14 @@ D = TypeVar("D", bound=np.dtype[Any])
 
 MaybeNone: TypeAlias = Any
 """None on some ranks: those that know on which need not ask."""
+
+
+class How(TypedDict, total=False):
+    """What every collective may be told beside its values."""
+
+    algorithm: str | None
+    timeout: float | None
+
 
 Operator: TypeAlias = Literal[
     "sum",

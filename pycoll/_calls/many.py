@@ -234,7 +234,7 @@ def prepare_all_reduce_many(
     def steps(call: bytes) -> CallSteps:
         return _over_messages(group, call, buckets, resolved, algorithm, ints)
 
-    def in_shared_memory(shm: ShmComm) -> None:
+    def through_core(shm: ShmComm) -> None:
         _through_core(shm, part_of("many", text), buckets, resolved)
         if ints is not None:
             move(shm, "all_gather", *_arrays_of(ints, shm.size))
@@ -244,7 +244,7 @@ def prepare_all_reduce_many(
             ints.check(text)
         return [made(late) for made in results]
 
-    return CallPlan(group, text, steps, route, in_shared_memory, result, values)
+    return CallPlan(group, text, steps, route, through_core, result, values)
 
 
 def _shown(value: Value) -> tuple[str, tuple[int, ...]]:

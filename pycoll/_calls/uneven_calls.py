@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pycoll._arrays.value import Value
     from pycoll._calls.group import Bound
     from pycoll._calls.uneven_out import BlockTargets
-    from pycoll._cuda.late_copies import LateCopies
     from pycoll._dtypes import Array
     from pycoll._runtime.task import CallSteps
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from pycoll._communicator.running import Running
 from pycoll._support.public_edge import part_of
@@ -11,7 +11,7 @@ from pycoll._support.public_edge import part_of
 if TYPE_CHECKING:
     import numpy as np
 
-    from pycoll._arrays.types import A, D, MaybeNone, Reducer, T
+    from pycoll._arrays.types import A, D, How, MaybeNone, Reducer, T
 
 
 @part_of("Communicator")
@@ -19,18 +19,9 @@ class Collectives(Running):
     """The blocking collectives; a part of `Communicator`."""
 
     @overload
-    def broadcast(
-        self, x: None, root: int = 0, *, algorithm: str | None = None, timeout: float | None = None
-    ) -> Any: ...
+    def broadcast(self, x: None, root: int = 0, **how: Unpack[How]) -> Any: ...
     @overload
-    def broadcast(
-        self,
-        x: T | None,
-        root: int = 0,
-        *,
-        algorithm: str | None = None,
-        timeout: float | None = None,
-    ) -> T: ...
+    def broadcast(self, x: T | None, root: int = 0, **how: Unpack[How]) -> T: ...
     def broadcast(
         self, x: Any, root: int = 0, *, algorithm: str | None = None, timeout: float | None = None
     ) -> Any:
@@ -136,33 +127,13 @@ class Collectives(Running):
 
     @overload
     def gather(
-        self,
-        x: np.ndarray[Any, D],
-        root: int = 0,
-        out: Any = None,
-        *,
-        algorithm: str | None = None,
-        timeout: float | None = None,
+        self, x: np.ndarray[Any, D], root: int = 0, out: Any = None, **how: Unpack[How]
     ) -> np.ndarray[Any, D] | MaybeNone: ...
     @overload
-    def gather(
-        self,
-        x: A,
-        root: int = 0,
-        out: Any = None,
-        *,
-        algorithm: str | None = None,
-        timeout: float | None = None,
-    ) -> A | MaybeNone: ...
+    def gather(self, x: A, root: int = 0, out: Any = None, **how: Unpack[How]) -> A | MaybeNone: ...
     @overload
     def gather(
-        self,
-        x: T,
-        root: int = 0,
-        out: Any = None,
-        *,
-        algorithm: str | None = None,
-        timeout: float | None = None,
+        self, x: T, root: int = 0, out: Any = None, **how: Unpack[How]
     ) -> list[T] | MaybeNone: ...
     def gather(
         self,
@@ -187,21 +158,14 @@ class Collectives(Running):
 
     @overload
     def all_gather(  # type: ignore[overload-overlap]
-        self,
-        x: np.ndarray[Any, D],
-        out: Any = None,
-        *,
-        algorithm: str | None = None,
-        timeout: float | None = None,
+        self, x: np.ndarray[Any, D], out: Any = None, **how: Unpack[How]
     ) -> np.ndarray[Any, D]: ...
     @overload
     def all_gather(  # type: ignore[overload-overlap]
-        self, x: A, out: Any = None, *, algorithm: str | None = None, timeout: float | None = None
+        self, x: A, out: Any = None, **how: Unpack[How]
     ) -> A: ...
     @overload
-    def all_gather(
-        self, x: T, out: Any = None, *, algorithm: str | None = None, timeout: float | None = None
-    ) -> list[T]: ...
+    def all_gather(self, x: T, out: Any = None, **how: Unpack[How]) -> list[T]: ...
     def all_gather(
         self,
         x: Any,
@@ -222,44 +186,16 @@ class Collectives(Running):
         return self._run(self._calls.all_gather(x, out, algorithm=algorithm), timeout)
 
     @overload
-    def scatter(
-        self,
-        x: None,
-        root: int = 0,
-        out: Any = None,
-        *,
-        algorithm: str | None = None,
-        timeout: float | None = None,
-    ) -> Any: ...
+    def scatter(self, x: None, root: int = 0, out: Any = None, **how: Unpack[How]) -> Any: ...
     @overload
     def scatter(
-        self,
-        x: np.ndarray[Any, D] | None,
-        root: int = 0,
-        out: Any = None,
-        *,
-        algorithm: str | None = None,
-        timeout: float | None = None,
+        self, x: np.ndarray[Any, D] | None, root: int = 0, out: Any = None, **how: Unpack[How]
     ) -> np.ndarray[Any, D]: ...
     @overload
-    def scatter(
-        self,
-        x: A | None,
-        root: int = 0,
-        out: Any = None,
-        *,
-        algorithm: str | None = None,
-        timeout: float | None = None,
-    ) -> A: ...
+    def scatter(self, x: A | None, root: int = 0, out: Any = None, **how: Unpack[How]) -> A: ...
     @overload
     def scatter(
-        self,
-        x: Sequence[T] | None,
-        root: int = 0,
-        out: Any = None,
-        *,
-        algorithm: str | None = None,
-        timeout: float | None = None,
+        self, x: Sequence[T] | None, root: int = 0, out: Any = None, **how: Unpack[How]
     ) -> T: ...
     def scatter(
         self,
@@ -288,23 +224,11 @@ class Collectives(Running):
 
     @overload
     def reduce_scatter(
-        self,
-        x: np.ndarray[Any, D],
-        op: Reducer = "sum",
-        out: Any = None,
-        *,
-        algorithm: str | None = None,
-        timeout: float | None = None,
+        self, x: np.ndarray[Any, D], op: Reducer = "sum", out: Any = None, **how: Unpack[How]
     ) -> np.ndarray[Any, D]: ...
     @overload
     def reduce_scatter(
-        self,
-        x: A,
-        op: Reducer = "sum",
-        out: Any = None,
-        *,
-        algorithm: str | None = None,
-        timeout: float | None = None,
+        self, x: A, op: Reducer = "sum", out: Any = None, **how: Unpack[How]
     ) -> A: ...
     def reduce_scatter(
         self,
@@ -329,17 +253,10 @@ class Collectives(Running):
 
     @overload
     def all_to_all(  # type: ignore[overload-overlap]
-        self, x: A, out: Any = None, *, algorithm: str | None = None, timeout: float | None = None
+        self, x: A, out: Any = None, **how: Unpack[How]
     ) -> A: ...
     @overload
-    def all_to_all(
-        self,
-        x: Sequence[T],
-        out: Any = None,
-        *,
-        algorithm: str | None = None,
-        timeout: float | None = None,
-    ) -> list[T]: ...
+    def all_to_all(self, x: Sequence[T], out: Any = None, **how: Unpack[How]) -> list[T]: ...
     def all_to_all(
         self,
         x: Any,

@@ -10,7 +10,7 @@ import array as stdlib_array
 import functools
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pycoll._transports._core as _core
 from pycoll._arrays import conversion, objects
@@ -295,6 +295,12 @@ class PersistentRequest(
 
     Each `start` looks at the arguments anew: arrays are read and filled again, objects pickled.
     """
+
+    if TYPE_CHECKING:  # the core's
+
+        def start(self) -> Self: ...
+
+        def wait(self, timeout: float | None = None) -> R: ...
 
     def __init__(
         self,

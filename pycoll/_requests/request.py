@@ -24,7 +24,6 @@ from pycoll.errors import Error
 
 if TYPE_CHECKING:
     from pycoll._calls.call_plan import CallPlan
-    from pycoll._calls.group import Group
 
 
 R = TypeVar("R", covariant=True)
