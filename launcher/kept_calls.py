@@ -22,16 +22,8 @@ from typing import NamedTuple
 import msgpack
 
 from pycoll._launcher.notes import CALLS, MESSAGES, NAMES, NOTED, TEXT_NBYTES, WAITS
+from pycoll._support.numbering import KINDS, OPS
 from pycoll._support.wording import ranks_text
-
-KINDS = (
-    *("barrier", "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter"),
-    *("reduce_scatter", "all_to_all", "scan", "exscan"),
-)
-"""Collectives, numbered as in transports/_core/python/arguments/kinds.h."""
-
-OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor")
-"""Operators, numbered as in transports/_core/reduce/reduce.h."""
 
 DTYPES = (
     *("", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

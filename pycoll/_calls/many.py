@@ -26,7 +26,6 @@ from pycoll._calls.collectives import bind, bind_pieces
 from pycoll._calls.group import Group
 from pycoll._calls.message_steps import pulled
 from pycoll._calls.number_plans import GatheredInts
-from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.preparing import forced_text
 from pycoll._calls.shared_memory import ShmComm, part_of
 from pycoll._calls.shared_memory_calls import move, serves
@@ -36,6 +35,7 @@ from pycoll._runtime.binding import Combine, CoreReduction
 from pycoll._runtime.engine import Engine
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
+from pycoll._support.numbering import KINDS, OPS
 from pycoll._support.wording import a_kind
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from pycoll._arrays import conversion
 from pycoll._calls import packings
-from pycoll._calls.numbering import KINDS, METHODS, OPS, PARTS, UNEVEN
 from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.context import Context
 from pycoll._runtime.engine import Engine, SharedMemory, left_without
@@ -25,6 +24,7 @@ from pycoll._runtime.task import Call, caller, caller_or_thread
 from pycoll._runtime.waits import EVERYBODY, Options, needed
 from pycoll._selection.agreed import SHARED_MEMORY
 from pycoll._support.lazy_import import LazyModule
+from pycoll._support.numbering import KINDS, METHODS, OPS, PARTS, UNEVEN
 from pycoll._support.weak import weakly
 from pycoll.errors import Error, MismatchError
 

@@ -14,11 +14,11 @@ from pycoll._arrays.value import Value
 from pycoll._calls import lists, rooted
 from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._calls.message_steps import Outgoing
-from pycoll._calls.numbering import KINDS
 from pycoll._calls.rooted import Announcement
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._calls.shared_memory_calls import type_salt
 from pycoll._selection.select import Choice
+from pycoll._support.numbering import KINDS
 
 BROADCAST, SCATTER = KINDS.index("broadcast"), KINDS.index("scatter")
 

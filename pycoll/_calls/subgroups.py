@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from pycoll._calls import arguments
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import Group
-from pycoll._calls.numbering import KINDS
 from pycoll._calls.shared_memory import ShmComm, part_of
 from pycoll._runtime import binding
 from pycoll._runtime.task import CallSteps
+from pycoll._support.numbering import KINDS
 from pycoll._support.wording import a_kind, ranks_text
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 from pycoll._calls import arguments, explain, subgroups
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import Group
-from pycoll._calls.numbering import KINDS, METHODS
 from pycoll._communicator import grid as grids
 from pycoll._communicator.collectives import Collectives
 from pycoll._communicator.point_to_point import PointToPoint
@@ -23,6 +22,7 @@ from pycoll._requests.nonblocking import NonBlocking, Persistent
 from pycoll._runtime import counters
 from pycoll._runtime.engine import Engine
 from pycoll._support.foreign_names import ABSENT_FROM_COMMUNICATORS, OF_COMMUNICATORS, Hinting
+from pycoll._support.numbering import KINDS, METHODS
 from pycoll._support.public_edge import edge, edges, public
 from pycoll.errors import MismatchError
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pycoll._calls import explain
-from pycoll._calls.numbering import KINDS
+from pycoll._support.numbering import KINDS
 from pycoll._trace.records import ABSENT, Recorder
 from pycoll.errors import Error
 

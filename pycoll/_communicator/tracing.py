@@ -11,11 +11,11 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pycoll._calls.numbering import METHODS
 from pycoll._communicator.described import Picked, Place, nbytes_of, number_of, picked, picker
 from pycoll._communicator.requests_traced import RequestTracer, place_of_caller
 from pycoll._requests.request import Request
 from pycoll._runtime.envelope import Status
+from pycoll._support.numbering import METHODS
 from pycoll._support.public_edge import edge
 from pycoll._trace.records import FAILED, Recorder
 

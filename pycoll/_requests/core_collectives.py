@@ -17,16 +17,14 @@ from pycoll._calls import arguments, collectives, core_runs, message_steps, root
 from pycoll._calls.call_plan import ResultOf, Route, conclude
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import SHARED_MEMORY, Group
-from pycoll._calls.numbering import KINDS, METHODS, OPS
 from pycoll._gpu import staged_run
-from pycoll._requests.core_started import CoreStarted, Owner, waiting
-from pycoll._runtime.communicators import raise_requests_error
+from pycoll._requests.core_started import CoreStarted, Owner
 from pycoll._runtime.envelope import readable
 from pycoll._runtime.task import Call, CallSteps, Started
 from pycoll._support.lazy_import import LazyModule
+from pycoll._support.numbering import KINDS, METHODS, OPS
 from pycoll._support.public_edge import edge
 from pycoll._transports._core import Collective, Collectives, CompiledPlan, forget_plans
-from pycoll.errors import Error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -122,36 +120,7 @@ class CoreCollective(Collective, CoreStarted, shown_as="Request"):
 
     def _fail(self) -> None:
         """Called when it has failed, before anybody else does."""
-        engine = self._group.engine
-        if engine.closed is not None or engine.is_inside():
-            self._ended()
-            return
-        with engine.locked():
-            self._ended()
-
-    @waiting
-    def _wait(self, timeout: float | None = None) -> Any:
-        seconds = self._seconds(timeout)
-        if not self.done:
-            task = self._task
-            if not task.done:
-                self._group.engine.wait(task, task.call, seconds)
-        return self.result
-
-    def cancel(self) -> bool:
-        """Raise TypeError; only a receive can be withdrawn."""
-        raise TypeError(f"only a receive can be cancelled, not {self._call}")
-
-    @edge
-    def _failed(self) -> None:
-        """Raise why it has no result."""
-        if not self.done:
-            raise Error(f"{self._call} is not done yet; wait() for it")
-        self._collected = True
-        self._fail()
-        error = self._error()
-        assert error is not None
-        raise_requests_error(self._group.context, error)
+        self._locked(self._ended)
 
     def _error(self) -> BaseException | None:
         """Return why it has failed; None: it has not."""

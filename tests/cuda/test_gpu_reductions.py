@@ -20,8 +20,8 @@ from tiers import few, smoke
 
 import pycoll
 from pycoll import _dtypes as dtypes
-from pycoll._calls.numbering import OPS
 from pycoll._gpu import kernels
+from pycoll._support.numbering import OPS
 from pycoll._transports._core import reduce
 
 ranks, gpu_job = gpu_jobs.ranks, gpu_jobs.gpu_job

@@ -15,9 +15,9 @@ import pytest
 from kernel_cases import CASES, operands
 
 from pycoll import _dtypes as dtypes
-from pycoll._calls.numbering import OPS
 from pycoll._cuda import programs
 from pycoll._gpu import kernels
+from pycoll._support.numbering import OPS
 from pycoll._transports._core import reduce
 
 Array = np.ndarray[Any, Any]

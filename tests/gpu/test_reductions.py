@@ -14,8 +14,8 @@ from gpu_world import TCP, VARIABLES
 
 import pycoll
 from pycoll import _dtypes as dtypes
-from pycoll._calls.numbering import OPS
 from pycoll._gpu import kernel_run, kernels
+from pycoll._support.numbering import OPS
 from pycoll._transports._core import reduce
 
 Comm = Any

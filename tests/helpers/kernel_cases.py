@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from pycoll import _dtypes as dtypes
-from pycoll._calls.numbering import OPS
 from pycoll._gpu import kernels
+from pycoll._support.numbering import OPS
 
 Array = np.ndarray[Any, Any]
 

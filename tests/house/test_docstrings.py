@@ -14,8 +14,8 @@ import numpy as np
 import pycoll
 from pycoll import mpi4py_like
 from pycoll._calls.explain import Explanation
-from pycoll._requests.nonblocking import Persistent
 from pycoll._requests.core_requests import PersistentRequest
+from pycoll._requests.nonblocking import Persistent
 
 CLASSES = [
     *(value for value in map(pycoll.__getattr__, pycoll._HOMES) if isinstance(value, type)),

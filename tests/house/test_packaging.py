@@ -71,9 +71,8 @@ def imports_of(path: Path) -> Imports:
                 dotted = f"{node.module}.{alias.name}"
                 found.add(dotted if dotted in MODULES else node.module)
             every |= found
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LazyModule":
-            if isinstance(node.args[0], ast.Constant):
-                found.add(ast.literal_eval(node.args[0]))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "LazyModule":
+            found |= {each.value for each in node.args if isinstance(each, ast.Constant)}
         runs_on |= found if runs else set()
     return Imports(every, runs_on & set(MODULES))
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from launcher_jobs import LIMIT_S, run, started
 
-from pycoll._calls import numbering
 from pycoll._dtypes import TABLE
-from pycoll._launcher.kept_calls import DTYPES, KINDS, OPS, KeptCall, RankCalls, first_difference
+from pycoll._launcher.kept_calls import DTYPES, KeptCall, RankCalls, first_difference
 from pycoll._tools import jobs
 from pycoll.errors import Error
 
@@ -33,9 +32,7 @@ comm.all_reduce(np.ones(100, np.float32), op="max")
 """
 
 
-def test_the_numbers_of_collectives_operators_and_types_are_those_of_the_core() -> None:
-    assert KINDS == numbering.KINDS
-    assert OPS == numbering.OPS
+def test_the_numbers_of_types_are_those_of_the_core() -> None:
     assert {dtype.code: dtype.name for dtype in TABLE} == dict(enumerate(DTYPES[1:], 1))
 
 

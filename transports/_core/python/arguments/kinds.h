@@ -1,4 +1,4 @@
-/* The collectives, numbered as in pycoll/_calls/numbering.py. */
+/* The collectives, numbered as in pycoll/_support/numbering.py. */
 #ifndef PC_KINDS_H
 #define PC_KINDS_H
 
