@@ -19,7 +19,6 @@ from pycoll._requests import core_several
 from pycoll._requests import request as requests
 from pycoll._requests.core_started import CoreStarted, InCore, Owner, waiting
 from pycoll._requests.request import R, Request
-from pycoll._runtime.communicators import raise_requests_error
 from pycoll._runtime.envelope import ANY, P2P, Incoming, Status
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import Call, Started
@@ -138,42 +137,12 @@ class CoreRequest(_core.Request, CoreStarted, shown_as="Request"):
     def _received(self, task: Started) -> None:
         self._settle(task.result, task.error is not None)
 
-    @waiting
-    def _wait(self, timeout: float | None = None) -> Any:
-        seconds = self._seconds(timeout)
-        if not self.done:
-            self._check_open()
-            task = self._task
-            if not task.done:
-                self._group.engine.wait(task, task.call, seconds)
-        return self.result
-
-    def _check_open(self) -> None:
-        closed = self._group.engine.closed
-        if closed is not None and not self.done:  # in the child of a fork nothing ever ends
-            raise Error(closed)
-
     def cancel(self) -> bool:
         """Withdraw a receive; see `pycoll.Request.cancel`."""
         if self._description[0] < RECV:
-            raise TypeError(f"only a receive can be cancelled, not {self._task.call}")
+            return super().cancel()
         self._check_open()
         return bool(self._withdraw())
-
-    @edge
-    def _failed(self) -> None:
-        """Raise why it has no result."""
-        if not self.done:
-            raise Error(f"{self._task.call} is not done yet; wait() for it")
-        self._collected = True
-        engine = self._group.engine
-        if engine.closed is None and not engine.is_inside():
-            with engine.locked():  # whoever has ended it may be about to say why
-                error = self._error()
-        else:
-            error = self._error()
-        if error is not None:
-            raise_requests_error(self._group.context, error)
 
     def _error(self) -> BaseException | None:
         """Return why it has failed; None: it has not."""

@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pycoll._requests.request import Request
+from pycoll._runtime.communicators import raise_requests_error
 from pycoll._runtime.task import Call, Started
 from pycoll._support.public_edge import edge
 from pycoll._transports import _core
 from pycoll._transports.base import Operation
-from pycoll.errors import OperationTimeout
+from pycoll.errors import Error, OperationTimeout
 
 if TYPE_CHECKING:
     from pycoll._calls.group import Group
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def waiting(method: F) -> F:
@@ -142,3 +144,46 @@ class CoreStarted(InCore):
     def _error(self) -> BaseException | None:
         """Return why it has failed; None: it has not."""
         raise NotImplementedError
+
+    # --- what the core leaves ----------------------------------------------------------------
+
+    @waiting
+    def _wait(self, timeout: float | None = None) -> Any:
+        seconds = self._seconds(timeout)
+        if not self.done:
+            self._check_open()
+            task = self._task
+            if not task.done:
+                self._group.engine.wait(task, task.call, seconds)
+        return self.result
+
+    def _check_open(self) -> None:
+        closed = self._group.engine.closed
+        if closed is not None and not self.done:  # in the child of a fork nothing ever ends
+            raise Error(closed)
+
+    def cancel(self) -> bool:
+        """Raise TypeError; only a receive can be withdrawn."""
+        raise TypeError(f"only a receive can be cancelled, not {self._call}")
+
+    @edge
+    def _failed(self) -> None:
+        """Raise why it has no result."""
+        if not self.done:
+            raise Error(f"{self._call} is not done yet; wait() for it")
+        self._collected = True
+        self._fail()
+        error = self._locked(self._error)  # whoever has ended it may be about to say why
+        if error is not None:
+            raise_requests_error(self._group.context, error)
+
+    def _fail(self) -> None:
+        """Called when it has failed, before anybody else does."""
+
+    def _locked(self, action: Callable[[], T]) -> T:
+        """Return what `action` does under the engine's lock, if that can be had."""
+        engine = self._group.engine
+        if engine.closed is not None or engine.is_inside():
+            return action()
+        with engine.locked():
+            return action()
