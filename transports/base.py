@@ -319,10 +319,6 @@ class Transport(ABC):
     def progress(self) -> bool:
         """Do what can be done without blocking; True if something was done."""
 
-    def link_name(self, peer: int) -> str:
-        """Return the name of the transport by which messages to a rank go."""
-        return self.name
-
     @property
     def is_behind(self) -> bool:
         """Whether something that was buffered waits here for the peer.
@@ -331,25 +327,12 @@ class Transport(ABC):
         """
         return False
 
-    @property
-    def is_receiving(self) -> bool:
-        """Whether a message that was accepted is still on its way."""
-        return True  # who does not know says so
-
     @abstractmethod
     def fileno(self) -> int:
         """Return a descriptor that is readable when `progress` may have something to do.
 
         Only between `sleep` and `awake`, which a thread calls around its sleep.
         """
-
-    def callers_fileno(self) -> int:
-        """Return a descriptor that is readable while another rank waits for a link to this one.
-
-        Then somebody should call `progress` even if no thread of this rank is in a call. -1: no
-        rank has to wait.
-        """
-        return -1
 
     def sleep(self) -> bool:
         """Announce that a thread is going to sleep; False: something has come meanwhile."""

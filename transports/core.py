@@ -272,6 +272,7 @@ class CoreTransport(Transport):
     # --- links -----------------------------------------------------------------------------
 
     def link_name(self, peer: int) -> str:
+        """Return the name of the transport by which messages to a rank go."""
         if peer == self.rank:
             return "self"
         if peer in self.outside.peers:
@@ -385,12 +386,18 @@ class CoreTransport(Transport):
 
     @property
     def is_receiving(self) -> bool:
+        """Whether a message that was accepted is still on its way."""
         return self.core.is_receiving
 
     def fileno(self) -> int:
         return self._doorbell  # who waits, waits in the core
 
     def callers_fileno(self) -> int:
+        """Return a descriptor that is readable while another rank waits for a link to this one.
+
+        Then somebody should call `progress` even if no thread of this rank is in a call. -1: no
+        rank has to wait.
+        """
         return self._tcp.dialer.fileno() if self._tcp is not None else -1
 
     def is_idle(self) -> bool:

@@ -167,12 +167,8 @@ class ZmqTransport(Transport):
 
     def take_back(self, send: ZmqSend) -> None:
         """Give up a send; its peer is told if it was under way."""
-        if self._forget_send(send) and not send.done:
+        if self._sends.pop(send.id, None) is not None and not send.done:
             self.tell(send.peer, _CANCEL, send.id)
-
-    def _forget_send(self, send: ZmqSend) -> bool:
-        """Drop a send; False if it was not under way."""
-        return self._sends.pop(send.id, None) is not None
 
     def _put(
         self, peer: int, frame: bytes, payload: bytes | memoryview | None = None, copy: bool = True
@@ -239,12 +235,9 @@ class ZmqTransport(Transport):
 
     def give_up(self, receive: ZmqReceive) -> None:
         """Give up a receive; its peer is told if it was under way."""
-        if self._forget_receive(receive) and not receive.done:
+        key = receive.peer, receive.id
+        if self._receives.pop(key, None) is not None and not receive.done:
             self.tell(receive.peer, _DROP, receive.id)
-
-    def _forget_receive(self, receive: ZmqReceive) -> bool:
-        """Drop a receive; False if it was not under way."""
-        return self._receives.pop((receive.peer, receive.id), None) is not None
 
     def consumed(self, peer: int, cost: int) -> None:
         """Count buffered bytes of `peer` as used, and tell it before its credit runs out."""
@@ -347,10 +340,6 @@ class ZmqTransport(Transport):
         if receive is not None:
             receive.finish(Withdrawn())
 
-    @property
-    def is_receiving(self) -> bool:
-        return bool(self._receives)
-
     # --- links -----------------------------------------------------------------------------
 
     def _lost_links(self) -> Iterator[tuple[int, str]]:
@@ -366,7 +355,7 @@ class ZmqTransport(Transport):
     def _fail_sends(self, peer: int) -> None:
         reason = self._forgotten[peer]
         for send in [send for send in self._sends.values() if send.peer == peer]:
-            if self._forget_send(send):
+            if self._sends.pop(send.id, None) is not None:
                 send.finish(PeerFailed(peer, reason))
 
     def _say_goodbye(self, deadline: float) -> None:
@@ -401,7 +390,7 @@ class ZmqTransport(Transport):
         self._forgotten[peer] = reason
         self._fail_sends(peer)
         for receive in [receive for receive in self._receives.values() if receive.peer == peer]:
-            if self._forget_receive(receive):  # the end of one may cancel others
+            if self._receives.pop((peer, receive.id), None) is not None:  # one may cancel others
                 receive.finish(PeerFailed(peer, reason))
         if peer in self._linked and peer not in self._lost:
             self._sockets.disconnect(self._addresses[peer]["endpoint"])

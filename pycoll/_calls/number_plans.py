@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pycoll import schedules
 from pycoll._calls import collectives, shared_memory_rooted
-from pycoll._calls.call_plan import CallPlan, Route
+from pycoll._calls.call_plan import CallPlan, ResultOf, Route
 from pycoll._calls.group import Bound, Group, How
-from pycoll._calls.numbering import KINDS, OPS, PARTS
 from pycoll._calls.packings import INT64, Packing, packing_of
 from pycoll._runtime.binding import Binding, ChunkPlace
 from pycoll._selection.select import Choice
+from pycoll._support.numbering import KINDS, OPS, PARTS
 from pycoll._transports._core import int_error_text
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class NumberPlan(CallPlan[Any]):
         source: the array's bytes on this rank.
         target: where the result of `runs` comes to; None: nowhere on this rank.
         op: what combines; None: it is an all_gather.
+        result: as of `CallPlan`.
         root: of `runs`.
         salt: of the call in shared memory (see `shared_memory.part_of`).
     """
@@ -105,10 +106,11 @@ class NumberPlan(CallPlan[Any]):
         source: bytes,
         target: bytearray | None,
         op: str | None,
+        result: ResultOf,
         root: int = 0,
         salt: int = 0,
     ) -> None:
-        super().__init__(group, text, route=route)
+        super().__init__(group, text, route=route, result=result)
         self._runs, self._choice, self._packing, self._shape = runs, choice, packing, shape
         self._op, self._root, self._salt = op, root, salt
         self._source = memoryview(source)
@@ -180,45 +182,33 @@ class NumberPlan(CallPlan[Any]):
         return self._bind(("all_reduce", choice), self._places(leaders, choice), target)
 
 
-class PlainPlan(NumberPlan):
-    """A reduction of bools, floats or complex numbers.
+def plain(
+    group: Group,
+    text: str,
+    route: Route,
+    collective: str,
+    choice: Choice,
+    x: Any,
+    op: str,
+    root: int = 0,
+) -> NumberPlan:
+    """Prepare a reduction of `x`, a bool, float or complex number; `root` is that of a reduce."""
+    packing = packing_of(x)
+    assert packing is not None
+    parts = (x.real, x.imag) if isinstance(x, complex) else (x,)
+    source = struct.pack(packing.layout, *parts)
+    has_result = collective != "reduce" or group.rank == root
+    target = bytearray(len(source)) if has_result else None
 
-    Args:
-        group, text, route, choice: as of `CallPlan`.
-        collective: a reduction.
-        x: this rank's number.
-        op: what combines.
-        root: of a reduce.
-    """
-
-    __slots__ = ()
-
-    def __init__(
-        self,
-        group: Group,
-        text: str,
-        route: Route,
-        collective: str,
-        choice: Choice,
-        x: Any,
-        op: str,
-        root: int = 0,
-    ) -> None:
-        packing = packing_of(x)
-        assert packing is not None
-        parts = (x.real, x.imag) if isinstance(x, complex) else (x,)
-        source = struct.pack(packing.layout, *parts)
-        has_result = collective != "reduce" or group.rank == root
-        target = bytearray(len(source)) if has_result else None
-        array = packing, (), source, target
-        super().__init__(group, text, route, collective, choice, *array, op, root)
-
-    def result(self, got: Any, late: LateCopies) -> Any:
+    def result(got: Any, late: LateCopies) -> Any:
         """Return the combined number; None where there is none."""
-        if self._target is None or (self._runs == "exscan" and self.group.rank == 0):
+        if target is None or (collective == "exscan" and group.rank == 0):
             return None
-        parts = struct.unpack(self._packing.layout, self._target)
+        parts = struct.unpack(packing.layout, target)
         return parts[0] if len(parts) == 1 else complex(*parts)
+
+    array = packing, (), source, target
+    return NumberPlan(group, text, route, collective, choice, *array, op, result, root)
 
 
 class GatheredInts:
@@ -268,8 +258,19 @@ class GatheredInts:
         return _placed(text, self.combined(place), out, late)
 
 
-class IntPlan(NumberPlan):
-    """A reduction of Python ints.
+def of_int(
+    group: Group,
+    text: str,
+    route: Route,
+    collective: str,
+    choice: Choice,
+    x: int,
+    op: str,
+    gathers: bool,
+    out: Target | None,
+    root: int = 0,
+) -> NumberPlan:
+    """Prepare a reduction of Python ints.
 
     Args:
         group, text, route, choice: as of `CallPlan`.
@@ -280,59 +281,40 @@ class IntPlan(NumberPlan):
         out: where the result goes; None: it is returned.
         root: of a reduce.
     """
+    ints = GatheredInts([x], op, group.size) if gathers else None
+    if ints is not None:
+        runs, source, target = "all_gather", ints.mine, ints.rows
+        shape: tuple[int, ...] = (1, 2)
+    else:
+        source = packed_int(x, op)
+        runs, shape, target = "all_reduce", (len(source) // 8,), bytearray(len(source))
 
-    __slots__ = ("_called", "_int", "_ints", "_out")
-
-    def __init__(
-        self,
-        group: Group,
-        text: str,
-        route: Route,
-        collective: str,
-        choice: Choice,
-        x: int,
-        op: str,
-        gathers: bool,
-        out: Target | None,
-        root: int = 0,
-    ) -> None:
-        self._called, self._int, self._out = (collective, root, op), x, out
-        self._ints = ints = GatheredInts([x], op, group.size) if gathers else None
-        if ints is not None:
-            shape: tuple[int, ...] = (1, 2)
-            source, target = ints.mine, ints.rows
-        else:
-            source = packed_int(x, op)
-            shape, target = (len(source) // 8,), bytearray(len(source))
-        # so also in _core/python/exchange/shared_methods.c
-        called = KINDS.index(collective) << 24 | OPS.index(op) << 16 | root
-        super().__init__(
-            *(group, text, route, "all_gather" if gathers else "all_reduce", choice),
-            *(INT64, shape, source, target, None if gathers else op),
-            salt=PARTS.index("ints") << 32 | called,
-        )
-
-    def result(self, got: Any, late: LateCopies) -> Any:
+    def result(got: Any, late: LateCopies) -> Any:
         """Return the combined int.
 
         Raises:
             OverflowError: an int of any rank does not fit, or the result does not fit into `out`.
         """
-        collective, root, op = self._called
-        rank, size = self.group.rank, self.group.size
-        if self._ints is not None:
-            self._ints.check(self.text)
-            count = {"scan": rank + 1, "exscan": rank}.get(collective, size)
-            total = self._ints.combined(count=count)
+        if ints is not None:
+            ints.check(text)
+            count = {"scan": group.rank + 1, "exscan": group.rank}.get(collective, group.size)
+            total = ints.combined(count=count)
         else:
-            assert self._target is not None
-            *numbers, mark = self._target.cast("q").tolist()
+            *numbers, mark = memoryview(target).cast("q").tolist()
             if mark != MARKS[op][0]:
-                raise _too_large(self.text, [self._int])
+                raise _too_large(text, [x])
             total = numbers[0] if op != "sum" else numbers[0] + (numbers[1] << 32)
-        if collective == "reduce" and rank != root:
+        if collective == "reduce" and group.rank != root:
             return None
-        return _placed(self.text, total, self._out, late)
+        return _placed(text, total, out, late)
+
+    # so also in _core/python/exchange/shared_methods.c
+    called = KINDS.index(collective) << 24 | OPS.index(op) << 16 | root
+    return NumberPlan(
+        *(group, text, route, runs, choice, INT64, shape, source, target),
+        *(None if gathers else op, result),
+        salt=PARTS.index("ints") << 32 | called,
+    )
 
 
 def packed_int(x: int, op: str) -> bytes:

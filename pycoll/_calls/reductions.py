@@ -17,10 +17,10 @@ from pycoll._calls import (
     packings,
 )
 from pycoll._calls.call_plan import CallPlan
-from pycoll._calls.numbering import OPS
 from pycoll._calls.preparing import Preparing
 from pycoll._calls.scheduled import ArrayPlan
 from pycoll._support.lazy_import import LazyModule
+from pycoll._support.numbering import OPS
 
 if TYPE_CHECKING:
     from pycoll import _dtypes as dtypes
@@ -202,7 +202,7 @@ class Reductions(Preparing):
         levels = nbytes if collective == "all_reduce" and any_order else None
         text = self._described(collective, packing.text, op, chosen, root)
         route = self._route(chosen, levels)
-        return number_plans.PlainPlan(group, text, route, collective, chosen, x, op, root)
+        return number_plans.plain(group, text, route, collective, chosen, x, op, root)
 
     def _of_int(
         self, collective: str, x: int, op: Any, algorithm: str | None, out: Any, root: int
@@ -220,7 +220,7 @@ class Reductions(Preparing):
         route = self._route(chosen, None if gathers else number_plans.INT_NBYTES)
         if out is not None:
             out = arguments.Target(out, conversion.wrap_operand(0), ())
-        return number_plans.IntPlan(
+        return number_plans.of_int(
             *(self._group, text, route, collective, chosen, x, op, gathers, out, root)
         )
 
