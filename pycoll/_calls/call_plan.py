@@ -10,7 +10,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pycoll._calls.group import SHARED_MEMORY, Group
+from pycoll._calls.group import SHARED_MEMORY, Group, Numbered
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._selection.select import BY_LEVELS_NBYTES
 from pycoll._transports.base import Operation
@@ -34,6 +34,10 @@ HIERARCHICAL = "hierarchical"
 
 ResultOf = Callable[[Any, LateCopies], Any]
 """Makes the caller's value of what a call has returned; the second gets copies under way."""
+
+
+Steps = Callable[[Numbered], "CallSteps"]
+"""Runs a call that has begun by messages."""
 
 
 class Route(enum.Enum):
@@ -73,7 +77,7 @@ class CallPlan(Generic[R]):
     Args:
         group: the communicator's ranks.
         text: what must be the same on all ranks, for example ``"barrier(algorithm=tree)"``.
-        steps: runs it by messages, given its signature: its text, and where it was made.
+        steps: runs it by messages, when it has its number; None: that is one schedule (`bind`).
         route: how it goes, if it is blocking.
         in_shared_memory: runs it there; returns `shared_memory.BY_MESSAGES` if that cannot be.
         result: makes the caller's value of what the call has returned; None: that is it.
@@ -83,16 +87,11 @@ class CallPlan(Generic[R]):
         outgoing: the message that it sends, if it may be taken back.
     """
 
-    __slots__ = (
-        *("_in_shared_memory", "_reads", "_result", "_steps", "group", "is_collective"),
-        *("outgoing", "receives", "route", "text"),
-    )
-
     def __init__(
         self,
         group: Group,
         text: str,
-        steps: Callable[[bytes], CallSteps] | None = None,
+        steps: Steps | None = None,
         route: Route = Route.MESSAGES,
         in_shared_memory: Callable[[ShmComm], Any] | None = None,
         result: ResultOf | None = None,
@@ -114,8 +113,17 @@ class CallPlan(Generic[R]):
 
     def steps(self, signature: bytes) -> CallSteps:
         """Run it by messages; `signature`: its text, and where it was made."""
-        assert self._steps is not None
-        return self._steps(signature)
+        if not self.is_collective:
+            return self.part(Numbered(signature, -1))
+        return numbered(self.group, signature, self.part)
+
+    def part(self, call: Numbered) -> CallSteps:
+        """Run what is between the begin of a collective call and its end."""
+        if self._steps is not None:
+            return self._steps(call)
+        bound = self.bind()
+        assert bound is not None
+        return bound.run(self.group, call)
 
     def in_shared_memory(self, shm: ShmComm) -> Any:
         """Run it in shared memory; returns `shared_memory.BY_MESSAGES` if that cannot be."""
@@ -137,6 +145,14 @@ class CallPlan(Generic[R]):
     def conclude(self, got: Any) -> tuple[Any, Sequence[Operation]]:
         """Return what the caller gets, and what must be done before."""
         return conclude(self.group.engine, self.result, got)
+
+
+def numbered(group: Group, signature: bytes, steps: Steps) -> CallSteps:
+    """Run a collective call, from its begin to its end."""
+    number = group.context.begin(signature)
+    got = yield from steps(Numbered(signature, number))
+    group.context.end(number)
+    return got
 
 
 def conclude(engine: Engine, result: ResultOf, got: Any) -> tuple[Any, Sequence[Operation]]:

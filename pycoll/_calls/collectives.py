@@ -1,4 +1,4 @@
-"""Collectives on arrays: each binds the chunks of a schedule to memory, and `run` runs it.
+"""Collectives on arrays: each binds the chunks of a schedule to memory, which `Group.run` runs.
 
 The checks of the arguments are the communicator's: everything here is the same on all ranks, or
 found out by the first message.
@@ -14,7 +14,6 @@ from pycoll import schedules
 from pycoll._arrays import conversion, operators
 from pycoll._calls.group import Bound, Group, How
 from pycoll._runtime.binding import Binding, Combine, CoreReduction
-from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
 from pycoll._transports.base import Parts
 
@@ -27,12 +26,6 @@ if TYPE_CHECKING:
 def type_text(value: Value) -> str:
     """Return dtype and shape as a call's text shows them."""
     return f"{value.dtype}{list(value.array.shape)}"
-
-
-def run(group: Group, call: bytes, bound: Bound) -> CallSteps:
-    number = group.context.begin(call)
-    yield from group.run((number, 0), call, bound.how, bound.binding, bound.granule)
-    group.context.end(number)
 
 
 def barrier(group: Group, choice: Choice) -> Bound:

@@ -59,21 +59,6 @@ class CoreRun(Operation):
         segments, granule: as of `Group.operation`.
     """
 
-    __slots__ = (
-        "_address",
-        "_call",
-        "_core",
-        "_cut",
-        "_floats",
-        "_group",
-        "_is_given_up",
-        "_last",
-        "_schedule",
-        "_segments",
-        "_transfers",
-        "binding",
-    )
-
     def __init__(
         self,
         group: Group,

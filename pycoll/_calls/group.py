@@ -38,6 +38,18 @@ How = tuple[str, Choice] | tuple[str, Choice, int]
 """(collective, choice), and the root if the collective has one."""
 
 
+class Numbered(NamedTuple):
+    """A collective call under way, as its messages name it.
+
+    Attributes:
+        signature: its text, and where it was made.
+        number: its number on the communicator.
+    """
+
+    signature: bytes
+    number: int
+
+
 class Bound(NamedTuple):
     """A collective with its memory, as one schedule runs it.
 
@@ -52,6 +64,10 @@ class Bound(NamedTuple):
     binding: Binding
     granule: int = 1
     places: list[ChunkPlace] | None = None
+
+    def run(self, group: Group, call: Numbered, subcall: int = 0) -> CallSteps:
+        """Run it as a part of a call, from a subcall on."""
+        yield from group.run(call, subcall, self.how, self.binding, self.granule)
 
 
 IN_SHARED_MEMORY = Choice(SHARED_MEMORY)
@@ -274,8 +290,8 @@ class Group:
 
     def operation(
         self,
-        address: tuple[int, int],
-        call: bytes,
+        call: Numbered,
+        subcall: int,
         how: How,
         binding: Binding,
         granule: int = 1,
@@ -283,8 +299,8 @@ class Group:
         """Make what runs a schedule, as a part of a call; it must be started.
 
         Args:
-            address: (number of the call, first subcall); it takes a subcall for each segment.
-            call: its signature.
+            call: that it is a part of.
+            subcall: its first; it takes one for each segment.
             how: which schedule, and in how many segments.
             binding: where the chunks are.
             granule: bytes that must stay together in a segment: an element.
@@ -304,8 +320,9 @@ class Group:
             table = self._table(how, schedule, len(binding.nbytes))
         else:
             table = core_runs.table_of(steps, self.size, len(binding.nbytes))
+        address = call.number, subcall
         return core_runs.CoreRun(
-            self, call, address, table, steps, binding, choice.segments, granule
+            self, call.signature, address, table, steps, binding, choice.segments, granule
         )
 
     def _table(self, how: How, schedule: Schedule, num_chunks: int) -> CompiledPlan:
@@ -322,14 +339,14 @@ class Group:
 
     def run(
         self,
-        address: tuple[int, int],
-        call: bytes,
+        call: Numbered,
+        subcall: int,
         how: How,
         binding: Binding,
         granule: int = 1,
     ) -> CallSteps:
         """Run what `operation` makes to its end, and return it."""
-        operation = self.operation(address, call, how, binding, granule)
+        operation = self.operation(call, subcall, how, binding, granule)
         operation.start()
         try:
             yield operation

@@ -23,7 +23,7 @@ from pycoll._calls import packings, shared_memory_calls, wide_averages
 from pycoll._calls.arguments import Target
 from pycoll._calls.call_plan import CallPlan, Route, route_of
 from pycoll._calls.collectives import bind, bind_pieces
-from pycoll._calls.group import Group
+from pycoll._calls.group import Group, Numbered
 from pycoll._calls.message_steps import pulled
 from pycoll._calls.number_plans import GatheredInts
 from pycoll._calls.preparing import forced_text
@@ -231,7 +231,7 @@ def prepare_all_reduce_many(
             for value, out in zip(values, outs, strict=True)
         ]
 
-    def steps(call: bytes) -> CallSteps:
+    def steps(call: Numbered) -> CallSteps:
         return _over_messages(group, call, buckets, resolved, algorithm, ints)
 
     def through_core(shm: ShmComm) -> None:
@@ -331,13 +331,12 @@ def _fill(
 
 def _over_messages(
     group: Group,
-    call: bytes,
+    call: Numbered,
     buckets: Sequence[Bucket],
     op: Op,
     algorithm: str | None,
     ints: GatheredInts | None,
 ) -> CallSteps:
-    number = group.context.begin(call)
     runs, totals = [], []
     for subcall, bucket in enumerate(buckets):
         # In one segment: the buckets overlap each other already.
@@ -351,13 +350,13 @@ def _over_messages(
             combine = reduction(op, wide, source.shape, group.size)
         totals.append(target)
         binding = bind_pieces(group, how, combine, source, target)
-        runs.append(group.operation((number, subcall), call, how, binding))
+        runs.append(group.operation(call, subcall, how, binding))
     gathering = []
     if ints is not None:
         chosen = group.choose("all_gather", len(ints.mine), None, shm=False)
         bound = bind(group, "all_gather", Choice(chosen.name), *_arrays_of(ints, group.size))
-        address = number, len(buckets)
-        gathering = [group.operation(address, call, bound.how, bound.binding, bound.granule)]
+        where = bound.how, bound.binding, bound.granule
+        gathering = [group.operation(call, len(buckets), *where)]
         gathering[0].start()
     for bucket in buckets:
         for member in bucket.late:
@@ -381,7 +380,6 @@ def _over_messages(
         for run in (*runs, *gathering):
             run.cancel()
         raise
-    group.context.end(number)
 
 
 def _through_core(shm: ShmComm, salt: int, buckets: Sequence[Bucket], op: Op) -> None:

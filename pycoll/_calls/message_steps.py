@@ -49,18 +49,6 @@ class Outgoing:
         may_be_withdrawn: its send has a deadline; set before it starts.
     """
 
-    __slots__ = (
-        "description",
-        "is_detached",
-        "is_object",
-        "is_synchronous",
-        "may_be_withdrawn",
-        "nbytes",
-        "parts",
-        "text",
-        "value",
-    )
-
     def __init__(self, x: object, is_synchronous: bool = False) -> None:
         self.is_detached = False
         self.is_synchronous = is_synchronous

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pycoll._calls.shared_memory import ShmComm
     from pycoll._calls.two_level import TwoLevelCall
     from pycoll._cuda.late_copies import LateCopies
-    from pycoll._runtime.task import CallSteps
 
 MARKS: Final = {
     **{"sum": (0, 1), "min": (0, -1), "max": (0, 1), "band": (-1, 0), "bor": (0, 1)},
@@ -88,11 +87,6 @@ class NumberPlan(CallPlan[Any]):
         root: of `runs`.
         salt: of the call in shared memory (see `shared_memory.part_of`).
     """
-
-    __slots__ = (
-        *("_choice", "_op", "_packing", "_root", "_runs", "_salt", "_shape"),
-        *("_source", "_target"),
-    )
 
     def __init__(
         self,
@@ -155,9 +149,6 @@ class NumberPlan(CallPlan[Any]):
         count = {"scan": rank + 1, "exscan": rank}.get(self._runs, self.group.size)
         has_finish = self._op == "avg" or (count == 1 and self._op in _LOGICAL)
         return OPS.index(self._op), self._packing.code, count if has_finish else 0
-
-    def steps(self, signature: bytes) -> CallSteps:
-        return collectives.run(self.group, signature, self.bind())
 
     def in_shared_memory(self, shm: ShmComm) -> None:
         self._exchange(shm, self._runs, self._target)

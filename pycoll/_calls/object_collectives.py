@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pycoll import schedules
 from pycoll._arrays import objects, user_operators
-from pycoll._calls.group import Group, How
+from pycoll._calls.group import Group, How, Numbered
 from pycoll._runtime.binding import Binding, fill_from
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import CallSteps
@@ -27,49 +27,43 @@ STRAIGHT = ("pairwise", "linear")
 _LENGTH = struct.Struct("<Q")
 
 
-def gather(group: Group, call: bytes, parts: Parts, choice: Choice, root: int) -> CallSteps:
+def gather(group: Group, call: Numbered, parts: Parts, choice: Choice, root: int) -> CallSteps:
     """Gather to the root: there the list of objects by rank; None elsewhere."""
-    number = group.context.begin(call)
     is_root = group.rank == root
     how = "gather", choice, root
     # Who passes on what others have sent must know their lengths, too.
     straight = choice == LINEAR
     lengths_how: How = ("gather", LINEAR, root) if straight else ("all_gather", LINEAR)
-    lengths = yield from _gather_lengths(group, number, call, lengths_how, nbytes_of(parts))
+    lengths = yield from _gather_lengths(group, call, lengths_how, nbytes_of(parts))
     known = lengths if is_root or not straight else None
-    result = yield from _gather_bytes(group, number, call, how, parts, known)
-    group.context.end(number)
+    result = yield from _gather_bytes(group, call, how, parts, known)
     return [objects.load(buffer) for buffer in result] if is_root else None
 
 
-def all_gather(group: Group, call: bytes, parts: Parts, algorithm: str | None) -> CallSteps:
+def all_gather(group: Group, call: Numbered, parts: Parts, algorithm: str | None) -> CallSteps:
     """Gather to every rank the list of objects by rank."""
-    number = group.context.begin(call)
     how: How = "all_gather", LINEAR
-    lengths = yield from _gather_lengths(group, number, call, how, nbytes_of(parts))
+    lengths = yield from _gather_lengths(group, call, how, nbytes_of(parts))
     chosen = group.choose("all_gather", max(lengths), algorithm, shm=False)
     how = "all_gather", chosen
-    result = yield from _gather_bytes(group, number, call, how, parts, lengths)
-    group.context.end(number)
+    result = yield from _gather_bytes(group, call, how, parts, lengths)
     return [objects.load(buffer) for buffer in result]
 
 
-def all_to_all(group: Group, call: bytes, blocks: Sequence[Parts], choice: Choice) -> CallSteps:
+def all_to_all(group: Group, call: Numbered, blocks: Sequence[Parts], choice: Choice) -> CallSteps:
     """Send block i to rank i; returns the list of objects received, by rank."""
-    number = group.context.begin(call)
     size = group.size
     how = "all_to_all", choice
     if choice.name in STRAIGHT:
         sent = [(memoryview(_LENGTH.pack(nbytes_of(parts))),) for parts in blocks]
         lengths = [new_bytes(_LENGTH.size) for _ in range(size)]
-        yield from group.run((number, 0), call, how, _exchange(group, how, sent, lengths))
+        yield from group.run(call, 0, how, _exchange(group, how, sent, lengths))
         buffers = [new_bytes(_LENGTH.unpack(length)[0]) for length in lengths]
-        yield from group.run((number, 1), call, how, _exchange(group, how, blocks, buffers))
-        group.context.end(number)
+        yield from group.run(call, 1, how, _exchange(group, how, blocks, buffers))
         return [objects.load(buffer) for buffer in buffers]
     # Others keep blocks on their way, and must know how long they are: as long as the longest.
     mine = max(nbytes_of(parts) for parts in blocks)
-    known = yield from _gather_lengths(group, number, call, ("all_gather", LINEAR), mine)
+    known = yield from _gather_lengths(group, call, ("all_gather", LINEAR), mine)
     longest = _LENGTH.size + max(known)
     padded = []
     for parts in blocks:
@@ -77,8 +71,7 @@ def all_to_all(group: Group, call: bytes, blocks: Sequence[Parts], choice: Choic
         fill_from((memoryview(_LENGTH.pack(nbytes_of(parts))), *parts), block)
         padded.append((block,))
     buffers = [new_bytes(longest) for _ in range(size)]
-    yield from group.run((number, 1), call, how, _exchange(group, how, padded, buffers))
-    group.context.end(number)
+    yield from group.run(call, 1, how, _exchange(group, how, padded, buffers))
     ends = [_LENGTH.size + _LENGTH.unpack_from(buffer)[0] for buffer in buffers]
     return [
         objects.load(buffer[_LENGTH.size : end]) for buffer, end in zip(buffers, ends, strict=True)
@@ -100,7 +93,7 @@ def _exchange(
     )
 
 
-def _gather_lengths(group: Group, number: int, call: bytes, how: How, nbytes: int) -> CallSteps:
+def _gather_lengths(group: Group, call: Numbered, how: How, nbytes: int) -> CallSteps:
     """Return every rank's length, on the ranks that gather."""
     size = group.size
     everywhere = how[0] == "all_gather" or group.rank == how[-1]
@@ -112,14 +105,13 @@ def _gather_lengths(group: Group, number: int, call: bytes, how: How, nbytes: in
         source=source,
         target=list(heard) if everywhere else [None] * size,
     )
-    yield from group.run((number, 0), call, how, binding)
+    yield from group.run(call, 0, how, binding)
     return [_LENGTH.unpack(view)[0] for view in heard]
 
 
 def _gather_bytes(
     group: Group,
-    number: int,
-    call: bytes,
+    call: Numbered,
     how: How,
     parts: Parts,
     lengths: Sequence[int] | None,
@@ -135,7 +127,7 @@ def _gather_bytes(
     else:
         buffers = [new_bytes(length) for length in lengths]
         nbytes, target = list(lengths), list(buffers)
-    yield from group.run((number, 1), call, how, Binding(nbytes, source, target))
+    yield from group.run(call, 1, how, Binding(nbytes, source, target))
     return buffers
 
 

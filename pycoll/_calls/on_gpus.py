@@ -18,7 +18,7 @@ from pycoll import _dtypes as dtypes
 from pycoll._arrays.operators import Op, resolve
 from pycoll._arrays.value import Value
 from pycoll._calls import collectives
-from pycoll._calls.group import IN_SHARED_MEMORY, Group
+from pycoll._calls.group import IN_SHARED_MEMORY, Group, Numbered
 from pycoll._calls.shared_memory import ShmComm
 from pycoll._gpu import cuda_ipc, kernel_run, kernels, peer_memory
 from pycoll._runtime.task import CallSteps
@@ -119,25 +119,22 @@ def _bytes_value(data: bytes) -> Value:
 # --- by messages -------------------------------------------------------------------------------
 
 
-def by_messages(group: Group, call: bytes, plan: ArrayPlan) -> CallSteps:
+def by_messages(group: Group, call: Numbered, plan: ArrayPlan) -> CallSteps:
     """Run a call on which ranks vote, by messages: on GPUs, or as its schedule says."""
-    number = group.context.begin(call)
     is_done = False
     if plan.reduction is None:
-        yield from _gathered(group, (number, 0), call, peer_memory.NOTHING)
+        yield from _gathered(group, call, 0, peer_memory.NOTHING)
     else:
-        is_done = yield from _on_gpus(group, number, call, plan.reduction)
+        is_done = yield from _on_gpus(group, call, plan.reduction)
     if not is_done:
-        yield from plan.scheduled(call, (number, FIRST_SUBCALL))
-    group.context.end(number)
-    return None
+        yield from plan.scheduled(call, FIRST_SUBCALL)
 
 
 FIRST_SUBCALL = 8
 """Of a schedule that follows; those before it are taken by what ranks tell each other."""
 
 
-def _on_gpus(group: Group, number: int, call: bytes, reduction: Reduction) -> CallSteps:
+def _on_gpus(group: Group, call: Numbered, reduction: Reduction) -> CallSteps:
     """Reduce on the GPUs; returns whether it is done, the same on all ranks."""
     steps, answers, subcall = reduction.steps(group.engine), None, 0
     try:
@@ -145,7 +142,7 @@ def _on_gpus(group: Group, number: int, call: bytes, reduction: Reduction) -> Ca
             item = next(steps) if answers is None else steps.send(answers)
             answers = None
             if isinstance(item, bytes):
-                answers = yield from _gathered(group, (number, subcall), call, item)
+                answers = yield from _gathered(group, call, subcall, item)
                 subcall += 1
             else:
                 yield item
@@ -155,9 +152,9 @@ def _on_gpus(group: Group, number: int, call: bytes, reduction: Reduction) -> Ca
         steps.close()
 
 
-def _gathered(group: Group, address: tuple[int, int], call: bytes, mine: bytes) -> CallSteps:
+def _gathered(group: Group, call: Numbered, subcall: int, mine: bytes) -> CallSteps:
     """Tell all ranks some bytes; returns those of all."""
     rows = np.empty((group.size, len(mine)), np.uint8)
     bound = collectives.bind(group, "all_gather", _GATHERING, _bytes_value(mine), rows)
-    yield from group.run(address, call, bound.how, bound.binding, bound.granule)
+    yield from bound.run(group, call, subcall)
     return [row.tobytes() for row in rows]

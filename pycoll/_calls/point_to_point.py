@@ -17,6 +17,7 @@ from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, PROC_NULL, Held, Statu
 
 if TYPE_CHECKING:
     from pycoll._arrays.value import Value
+    from pycoll._calls.group import Numbered
     from pycoll._runtime.task import CallSteps
 
 
@@ -49,7 +50,7 @@ class PointToPointCalls(Preparing):
             outgoing.detach()
         text = f"{self._prefix}{name}({outgoing.text}, dest={_name(dest)}, tag={tag})"
 
-        def steps(_: bytes) -> CallSteps:
+        def steps(_: Numbered) -> CallSteps:
             if dest == PROC_NULL:
                 return _nothing()
             if name == "bsend":
@@ -106,7 +107,7 @@ class PointToPointCalls(Preparing):
             if target is not None and outgoing.value is not None:
                 target.follow(outgoing.value)
 
-        def steps(_: bytes) -> CallSteps:
+        def steps(_: Numbered) -> CallSteps:
             return message_steps.send_receive(group, outgoing, (dest, sendtag), receiving())
 
         return CallPlan(group, text, steps, is_collective=False, outgoing=outgoing)
@@ -129,7 +130,7 @@ class PointToPointCalls(Preparing):
         tag = arguments.check_tag(tag, wildcard=True)
         text = f"{name}(source={_name(source)}, tag={_name(tag)})"
 
-        def steps(_: bytes) -> CallSteps:
+        def steps(_: Numbered) -> CallSteps:
             if source == PROC_NULL:
                 return _nothing((Status(), None) if name.endswith("mprobe") else Status())
             return message_steps.PROBES[name](group, source, tag)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pycoll._arrays.types import MaybeNone, Reducer, T
     from pycoll._arrays.value import Value
     from pycoll._calls.arguments import Target
+    from pycoll._calls.group import Numbered
     from pycoll._cuda.late_copies import LateCopies
     from pycoll._runtime.task import CallSteps
     from pycoll._selection.select import Choice
@@ -177,7 +178,7 @@ class Reductions(Preparing):
         """Prepare a reduction of objects: all, or a root, gather them and combine the first."""
         group, parts = self._group, objects.dump(x)
 
-        def steps(call: bytes) -> CallSteps:
+        def steps(call: Numbered) -> CallSteps:
             if root is None:
                 return object_collectives.all_gather(group, call, parts, None)
             return object_collectives.gather(group, call, parts, object_collectives.LINEAR, root)

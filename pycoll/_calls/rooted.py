@@ -16,7 +16,7 @@ from pycoll import schedules
 from pycoll._arrays import conversion, objects
 from pycoll._arrays.value import Value
 from pycoll._calls.collectives import piece_ends, rows, type_text
-from pycoll._calls.group import Bound, Group
+from pycoll._calls.group import Bound, Group, Numbered
 from pycoll._calls.message_steps import Outgoing, pulled
 from pycoll._gpu import cuda_ipc
 from pycoll._runtime.binding import Binding
@@ -81,14 +81,14 @@ class Announcement(NamedTuple):
 
 
 def _announce(
-    group: Group, number: int, call: bytes, root: int, announcement: Announcement | None
+    group: Group, call: Numbered, root: int, announcement: Announcement | None
 ) -> CallSteps:
     """Send the root's announcement to all ranks."""
     parts: Parts | None = None
     if announcement is not None:
         parts = (memoryview(announcement.pack()),)
     binding = Binding(nbytes=[None], source=[parts], target=[None])
-    run = yield from group.run((number, 0), call, (*ANNOUNCING, root), binding)
+    run = yield from group.run(call, 0, (*ANNOUNCING, root), binding)
     if announcement is not None:
         return announcement
     return Announcement.unpack(run.value(0))
@@ -106,7 +106,7 @@ def offers(group: Group, collective: str, value: Value | None, nbytes: int) -> b
 
 def broadcast(
     group: Group,
-    call: bytes,
+    call: Numbered,
     outgoing: Outgoing | None,
     mine: Value | None,
     algorithm: str | None,
@@ -114,22 +114,20 @@ def broadcast(
     gpu: int | None = None,
 ) -> CallSteps:
     """Broadcast; off root `mine` is the array to fill, if the caller passed one."""
-    number = group.context.begin(call)
     announcement: Announcement | None = None
     if outgoing is not None:
         announcement = of_broadcast(group, outgoing, algorithm)
         if announcement.inline is not None:
             yield from pulled(group, outgoing.value)
             announcement = announcement._replace(inline=b"".join(outgoing.parts))
-    announcement = yield from _announce(group, number, call, root, announcement)
+    announcement = yield from _announce(group, call, root, announcement)
     assert announcement is not None
     result = None
     if outgoing is None:
-        result = yield from take_broadcast(group, number, call, root, announcement, mine, gpu)
+        result = yield from take_broadcast(group, call, root, announcement, mine, gpu)
     elif announcement.inline is None:
         bound = bind_broadcast(group, root, announcement, outgoing.parts, None)
-        yield from group.run((number, 1), call, bound.how, bound.binding)
-    group.context.end(number)
+        yield from bound.run(group, call, 1)
     return result
 
 
@@ -145,8 +143,7 @@ def of_broadcast(group: Group, outgoing: Outgoing, algorithm: str | None) -> Ann
 
 def take_broadcast(
     group: Group,
-    number: int,
-    call: bytes,
+    call: Numbered,
     root: int,
     announcement: Announcement,
     mine: Value | None,
@@ -156,7 +153,7 @@ def take_broadcast(
     value, target = broadcast_target(group, root, announcement, mine, gpu)
     if announcement.inline is None:
         bound = bind_broadcast(group, root, announcement, None, target)
-        yield from group.run((number, 1), call, bound.how, bound.binding)
+        yield from bound.run(group, call, 1)
     else:
         target[:] = announcement.inline
     return broadcast_result(value, target, mine)
@@ -232,7 +229,7 @@ def bind_broadcast(
 
 def scatter(
     group: Group,
-    call: bytes,
+    call: Numbered,
     blocks: Value | Sequence[Value] | Sequence[Parts] | None,
     algorithm: str | None,
     root: int,
@@ -243,21 +240,17 @@ def scatter(
 
     Returns (Value, None) or (None, bytes of an object); the Value is `out` if that can have it.
     """
-    number = group.context.begin(call)
     announcement, views = of_scatter(group, blocks, algorithm)
-    announcement = yield from _announce(group, number, call, root, announcement)
+    announcement = yield from _announce(group, call, root, announcement)
     assert announcement is not None
     if isinstance(blocks, Value):
         gpu = blocks.gpu
-    result = yield from take_scatter(group, number, call, root, announcement, views, gpu, out)
-    group.context.end(number)
-    return result
+    return (yield from take_scatter(group, call, root, announcement, views, gpu, out))
 
 
 def take_scatter(
     group: Group,
-    number: int,
-    call: bytes,
+    call: Numbered,
     root: int,
     announcement: Announcement,
     views: Sequence[Parts] | None,
@@ -275,7 +268,7 @@ def take_scatter(
         target = conversion.as_bytes(value.array)
         lengths = [len(target)] * group.size
     bound = bind_scatter(group, root, announcement, lengths, views, target)
-    yield from group.run((number, 1), call, bound.how, bound.binding)
+    yield from bound.run(group, call, 1)
     return value, target
 
 

@@ -14,7 +14,7 @@ from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
 from pycoll._calls import arguments, collectives, shared_memory_calls
 from pycoll._calls.call_plan import CallPlan, Route
-from pycoll._calls.group import Group
+from pycoll._calls.group import Group, Numbered
 from pycoll._calls.shared_memory import ShmComm
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._dtypes import Array
@@ -60,10 +60,10 @@ def gather(
             others = ", or x itself as out[rank]" if collective == "all_gather" else ""
             raise ValueError(f"out[{rank}] overlaps x. Pass an array of its own{others}.")
 
-    def steps(call: bytes) -> CallSteps:
+    def steps(call: Numbered) -> CallSteps:
         places = [_place(value) for value in values]
         bound = collectives.bind(group, collective, choice, x, places, root=root)
-        yield from collectives.run(group, call, bound)
+        yield from bound.run(group, call)
         return places
 
     def in_shared_memory(shm: ShmComm) -> Array:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pycoll._calls import collectives, on_gpus, shared_memory_calls, two_level, wide_averages
 from pycoll._calls.call_plan import CallPlan, Route
-from pycoll._calls.group import IN_SHARED_MEMORY, Bound, Group
+from pycoll._calls.group import IN_SHARED_MEMORY, Bound, Group, Numbered
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._selection.select import Choice
 
@@ -29,8 +29,6 @@ BY_CUDA_IPC = Choice("linear")
 class BarrierPlan(CallPlan[None]):
     """A barrier, by the algorithm `choice`."""
 
-    __slots__ = ("choice",)
-
     def __init__(self, group: Group, text: str, route: Route, choice: Choice) -> None:
         super().__init__(group, text, route=route)
         self.choice = choice
@@ -38,9 +36,6 @@ class BarrierPlan(CallPlan[None]):
     def bind(self) -> Bound:
         """Return the schedule, with chunks of no bytes."""
         return collectives.barrier(self.group, self.choice)
-
-    def steps(self, signature: bytes) -> CallSteps:
-        return collectives.run(self.group, signature, self.bind())
 
     def in_shared_memory(self, shm: ShmComm) -> None:
         shm.barrier()
@@ -66,11 +61,6 @@ class ArrayPlan(CallPlan[Any]):
         may_use_gpus: the ranks vote first on whether the call runs on GPUs (`on_gpus`).
         reduction: what this rank would do then; None: its arrays are not, or must be staged.
     """
-
-    __slots__ = (
-        *("choice", "collective", "in_pieces", "may_use_gpus", "offers", "op", "reduction", "root"),
-        *("target", "x"),
-    )
 
     def __init__(
         self,
@@ -121,23 +111,18 @@ class ArrayPlan(CallPlan[Any]):
         choice = BY_CUDA_IPC if self.choice == IN_SHARED_MEMORY else self.choice
         return collectives.bind(self.group, self.collective, choice, x, memory, self.op, self.root)
 
-    def steps(self, signature: bytes) -> CallSteps:
+    def part(self, call: Numbered) -> CallSteps:
         """Run the schedule, or ask before."""
         if self.may_use_gpus:
-            return on_gpus.by_messages(self.group, signature, self)
-        bound = self.bind()
-        if bound is None:
-            return wide_averages.run(self.group, signature, self.x, self.memory, self._bind)
-        return collectives.run(self.group, signature, bound)
+            return on_gpus.by_messages(self.group, call, self)
+        return self.scheduled(call)
 
-    def scheduled(self, signature: bytes, address: tuple[int, int]) -> CallSteps:
-        """Run the schedule as a part of a call that has begun, from a subcall on."""
-        if wide_averages.applies(self.op, self.x.dtype):
-            return wide_averages.part(
-                self.group, address, signature, self.x, self.memory, self._bind
-            )
-        bound = self._bind(self.x, self.memory)
-        return self.group.run(address, signature, bound.how, bound.binding, bound.granule)
+    def scheduled(self, call: Numbered, subcall: int = 0) -> CallSteps:
+        """Run the schedule, from a subcall on."""
+        x, memory = self.x, self.memory
+        if wide_averages.applies(self.op, x.dtype):
+            return wide_averages.run(self.group, call, subcall, x, memory, self._bind)
+        return self._bind(x, memory).run(self.group, call, subcall)
 
     def in_shared_memory(self, shm: ShmComm) -> Any:
         """Exchange it in shared memory; BY_MESSAGES if all ranks rather offer."""

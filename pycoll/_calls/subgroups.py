@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pycoll._calls import arguments
 from pycoll._calls.call_plan import CallPlan, Route
-from pycoll._calls.group import Group
+from pycoll._calls.group import Group, Numbered
 from pycoll._calls.shared_memory import ShmComm, part_of
 from pycoll._runtime import binding
 from pycoll._runtime.task import CallSteps
@@ -76,8 +76,7 @@ def exchange(group: Group, text: str, row: bytes) -> CallPlan[bytearray]:
     return CallPlan(group, text, steps, route, in_shared_memory)
 
 
-def _exchange(group: Group, row: bytes, call: bytes) -> CallSteps:
-    number = group.context.begin(call)
+def _exchange(group: Group, row: bytes, call: Numbered) -> CallSteps:
     size, length = group.size, len(row)
     rows = bytearray(size * length)
     source: list[Parts | None] = [None] * size
@@ -86,8 +85,7 @@ def _exchange(group: Group, row: bytes, call: bytes) -> CallSteps:
     target: list[memoryview | None] = [view[i * length :][:length] for i in range(size)]
     chosen = group.choose("all_gather", length, None, shm=False)
     where = binding.Binding([length] * size, source, target)
-    yield from group.run((number, 0), call, ("all_gather", chosen), where)
-    group.context.end(number)
+    yield from group.run(call, 0, ("all_gather", chosen), where)
     return rows
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec
 from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
 from pycoll._calls import collectives, shared_memory_calls, shared_memory_rooted
+from pycoll._calls.call_plan import numbered
 from pycoll._calls.group import Bound, Group
 from pycoll._calls.shared_memory import ShmComm
 from pycoll._calls.subgroups import child
@@ -133,7 +134,7 @@ class TwoLevelCall(NamedTuple):
             leaders.engine.run(self.call, steps, self._left(), collective=True)
 
     def _between(self, leaders: Group, bind: Callable[[], Bound]) -> CallSteps:
-        return collectives.run(leaders, self.signature, bind())
+        return numbered(leaders, self.signature, partial(bind().run, leaders))
 
     def _left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())

@@ -14,7 +14,7 @@ from pycoll._arrays import conversion
 from pycoll._arrays.operators import Op, reduction
 from pycoll._arrays.value import Value
 from pycoll._calls import blocks, shared_memory_uneven
-from pycoll._calls.group import Bound, Group
+from pycoll._calls.group import Bound, Group, Numbered
 from pycoll._calls.message_steps import pulled
 from pycoll._calls.rooted import INLINE_NBYTES
 from pycoll._calls.uneven_out import BlockTargets
@@ -27,16 +27,14 @@ from pycoll._transports.base import nbytes_of
 LINEAR, PAIRWISE = Choice("linear"), Choice("pairwise")
 
 
-def gatherv(group: Group, call: bytes, x: Value, root: int, targets: BlockTargets) -> CallSteps:
+def gatherv(group: Group, call: Numbered, x: Value, root: int, targets: BlockTargets) -> CallSteps:
     """Gather to the root: there the list of blocks by rank; None elsewhere."""
-    number = group.context.begin(call)
     yield from pulled(group, x)
     size = group.size
     source: list[Any] = [None] * size
     source[group.rank] = blocks.pack(x)
     binding = Binding([None] * size, source, [None] * size)
-    run = yield from group.run((number, 0), call, ("gather", LINEAR, root), binding)
-    group.context.end(number)
+    run = yield from group.run(call, 0, ("gather", LINEAR, root), binding)
     if group.rank != root:
         return None
     return [
@@ -45,16 +43,15 @@ def gatherv(group: Group, call: bytes, x: Value, root: int, targets: BlockTarget
     ]
 
 
-def all_gatherv(group: Group, call: bytes, x: Value, targets: BlockTargets) -> CallSteps:
+def all_gatherv(group: Group, call: Numbered, x: Value, targets: BlockTargets) -> CallSteps:
     """Gather heads and what is small (subcall 0); then, all lengths known, the rest (subcall 1)."""
-    number = group.context.begin(call)
     yield from pulled(group, x)
     size, me = group.size, group.rank
     packed = blocks.pack(x)
     source: list[Any] = [None] * size
     source[me] = packed if x.array.nbytes <= INLINE_NBYTES else packed[:1]
     binding = Binding([None] * size, list(source), [None] * size)
-    run = yield from group.run((number, 0), call, ("all_gather", LINEAR), binding)
+    run = yield from group.run(call, 0, ("all_gather", LINEAR), binding)
     first: list[memoryview] = [run.value(rank) for rank in range(size)]
     heads = [blocks.read_head(data) for data in first]
     lengths = [head.nbytes if head.nbytes > INLINE_NBYTES else 0 for head in heads]
@@ -75,29 +72,27 @@ def all_gatherv(group: Group, call: bytes, x: Value, targets: BlockTargets) -> C
                 target[rank] = conversion.as_bytes(values[rank].array)
         chosen = group.choose("all_gather", max(lengths), None, shm=False)
         binding = Binding(list(lengths), source, target)
-        yield from group.run((number, 1), call, ("all_gather", chosen), binding)
-    group.context.end(number)
+        yield from group.run(call, 1, ("all_gather", chosen), binding)
     return values
 
 
 def scatterv(
-    group: Group, call: bytes, xs: Sequence[Value], root: int, target: BlockTargets
+    group: Group, call: Numbered, xs: Sequence[Value], root: int, target: BlockTargets
 ) -> CallSteps:
     """Give rank i the root's block i, as a list of that; `xs`, the blocks, is empty off root."""
-    number = group.context.begin(call)
     yield from pulled(group, *xs)
     size = group.size
     nothing: list[Any] = [None] * size
     source: list[Any] = [blocks.pack(x) for x in xs] or nothing
     binding = Binding(list(nothing), source, list(nothing))
-    run = yield from group.run((number, 0), call, ("scatter", LINEAR, root), binding)
-    group.context.end(number)
+    run = yield from group.run(call, 0, ("scatter", LINEAR, root), binding)
     return [target.copied(0, xs[root]) if xs else blocks.unpack(run.value(group.rank))]
 
 
-def all_to_allv(group: Group, call: bytes, xs: Sequence[Value], targets: BlockTargets) -> CallSteps:
+def all_to_allv(
+    group: Group, call: Numbered, xs: Sequence[Value], targets: BlockTargets
+) -> CallSteps:
     """Send block i to rank i; returns the blocks received, by rank."""
-    number = group.context.begin(call)
     yield from pulled(group, *xs)
     size, me = group.size, group.rank
     sent = [blocks.pack(x) for x in xs]
@@ -107,8 +102,7 @@ def all_to_allv(group: Group, call: bytes, xs: Sequence[Value], targets: BlockTa
     nbytes[size + me] = nbytes_of(sent[me])
     # Nobody knows the lengths of others' blocks, so each must travel alone, straight to its rank.
     binding = Binding(nbytes, [*sent, *nothing], [None] * (2 * size))
-    run = yield from group.run((number, 0), call, ("all_to_all", PAIRWISE), binding)
-    group.context.end(number)
+    run = yield from group.run(call, 0, ("all_to_all", PAIRWISE), binding)
     return [
         targets.copied(me, xs[me]) if rank == me else blocks.unpack(run.value(size + rank))
         for rank in range(size)

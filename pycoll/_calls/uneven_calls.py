@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycoll._arrays import conversion, operators, refusals
@@ -16,7 +16,7 @@ from pycoll._calls import (
     uneven_out,
     wide_averages,
 )
-from pycoll._calls.call_plan import CallPlan, ResultOf, Route
+from pycoll._calls.call_plan import CallPlan, ResultOf, Route, Steps
 from pycoll._calls.group import IN_SHARED_MEMORY
 from pycoll._calls.preparing import Preparing
 from pycoll._calls.shared_memory import counts_text, part_of
@@ -25,7 +25,7 @@ from pycoll._support.wording import a_kind
 if TYPE_CHECKING:
     from pycoll._arrays.types import A, MaybeNone, Reducer
     from pycoll._arrays.value import Value
-    from pycoll._calls.group import Bound
+    from pycoll._calls.group import Bound, Numbered
     from pycoll._calls.uneven_out import BlockTargets
     from pycoll._dtypes import Array
     from pycoll._runtime.task import CallSteps
@@ -107,7 +107,7 @@ class UnevenCalls(Preparing):
         own: Sequence[Value],
         root: int,
         targets: BlockTargets,
-        steps: Callable[[bytes], CallSteps],
+        steps: Steps,
         result: ResultOf,
     ) -> CallPlan[Any]:
         """Prepare a call on blocks.
@@ -167,10 +167,10 @@ class UnevenCalls(Preparing):
             assert memory is not None
             return uneven.bind_reduce_scatterv(group, x, checked, resolved, chosen, memory)
 
-        def steps(call: bytes) -> CallSteps:
+        def steps(call: Numbered) -> CallSteps:
             if wide_averages.applies(resolved, value.dtype):
-                return wide_averages.run(group, call, value, target.memory, bind)
-            return collectives.run(group, call, bind(value, target.memory))
+                return wide_averages.run(group, call, 0, value, target.memory, bind)
+            return bind(value, target.memory).run(group, call)
 
         return CallPlan(
             group,

@@ -15,7 +15,7 @@ import numpy as np
 from pycoll._arrays import conversion, operators
 from pycoll._arrays.operators import Op
 from pycoll._arrays.value import Value
-from pycoll._calls.group import Bound, Group
+from pycoll._calls.group import Bound, Group, Numbered
 from pycoll._calls.message_steps import pulled
 from pycoll._dtypes import FLOAT32, Array, DType
 from pycoll._runtime.task import CallSteps
@@ -46,45 +46,27 @@ def narrow(dtype: DType, wide: Array, into: Array) -> None:
 
 def run(
     group: Group,
-    call: bytes,
+    call: Numbered,
+    subcall: int,
     x: Value,
     result: Array | None,
     bind: Callable[[Value, Array | None], Bound],
 ) -> CallSteps:
-    """Run a call that is one schedule.
+    """Run a reduction as a part of a call.
 
     Args:
         group: the communicator's ranks.
-        call: its signature.
+        call: that it is a part of, from `subcall` on.
         x: this rank's value.
         result: gets the result; None: this rank has none.
         bind: returns the schedule, with its memory in the two that it gets for x and `result`.
-    """
-    number = group.context.begin(call)
-    yield from part(group, (number, 0), call, x, result, bind)
-    group.context.end(number)
-
-
-def part(
-    group: Group,
-    address: tuple[int, int],
-    call: bytes,
-    x: Value,
-    result: Array | None,
-    bind: Callable[[Value, Array | None], Bound],
-) -> CallSteps:
-    """Run it as a part of a call that has begun.
-
-    Args:
-        group, call, x, result, bind: as of `run`.
-        address: (number of the call, first subcall).
     """
     yield from pulled(group, x)
     wide = memory(x.array.shape)
     widen(x.dtype, x.array, wide.array)
     total = memory(result.shape).array if result is not None else None
     bound = bind(wide, total)
-    yield from group.run(address, call, bound.how, bound.binding, bound.granule)
+    yield from bound.run(group, call, subcall)
     has_result = bound.how[0] != "exscan" or group.rank > 0
     if total is not None and result is not None and has_result:
         narrow(x.dtype, total, result)

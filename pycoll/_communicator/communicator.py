@@ -17,7 +17,6 @@ from pycoll._communicator import grid as grids
 from pycoll._communicator.collectives import Collectives
 from pycoll._communicator.point_to_point import PointToPoint
 from pycoll._communicator.recovery import Recovery
-from pycoll._communicator.uneven import UnevenCollectives
 from pycoll._requests.nonblocking import NonBlocking, Persistent
 from pycoll._runtime import counters
 from pycoll._runtime.engine import Engine
@@ -69,7 +68,6 @@ _IN_CORE = {
 @edges
 class Communicator(
     Collectives,
-    UnevenCollectives,
     PointToPoint,
     Recovery,
     NonBlocking,

@@ -16,7 +16,7 @@ from pycoll._arrays import conversion
 from pycoll._calls import arguments, collectives, core_runs, message_steps, rooted, rooted_plans
 from pycoll._calls.call_plan import ResultOf, Route, conclude
 from pycoll._calls.calls import Calls
-from pycoll._calls.group import SHARED_MEMORY, Group
+from pycoll._calls.group import SHARED_MEMORY, Group, Numbered
 from pycoll._gpu import staged_run
 from pycoll._requests.core_started import CoreStarted, Owner
 from pycoll._runtime.envelope import readable
@@ -101,7 +101,8 @@ class CoreCollective(Collective, CoreStarted, shown_as="Request"):
         kind, root, place = self._made_by
         call = self._call
         take = _broadcast if KINDS[kind] == "broadcast" else _scatter
-        steps, result = take(group, number, call.text.encode(), root, announcement, place)
+        begun = Numbered(call.text.encode(), number)
+        steps, result = take(group, begun, root, announcement, place)
         owner: Owner = self._owner
         if place is None and owner.plans is not None:
             plan = owner.plans.expected(KINDS[kind], call.text.encode(), root, announcement)
@@ -298,18 +299,18 @@ Taking = tuple[CallSteps, ResultOf]
 
 
 def _broadcast(
-    group: Group, number: int, call: bytes, root: int, announcement: Announcement, place: Any
+    group: Group, call: Numbered, root: int, announcement: Announcement, place: Any
 ) -> Taking:
     mine, gpu = arguments.fillable(place), conversion.here()
-    steps = rooted.take_broadcast(group, number, call, root, announcement, mine, gpu)
+    steps = rooted.take_broadcast(group, call, root, announcement, mine, gpu)
     return steps, conversion.unwrapped
 
 
 def _scatter(
-    group: Group, number: int, call: bytes, root: int, announcement: Announcement, place: Any
+    group: Group, call: Numbered, root: int, announcement: Announcement, place: Any
 ) -> Taking:
     out, gpu = arguments.fillable_out(place), conversion.here()
-    steps = rooted.take_scatter(group, number, call, root, announcement, None, gpu, out)
+    steps = rooted.take_scatter(group, call, root, announcement, None, gpu, out)
     return steps, partial(rooted_plans.scattered, place, out)
 
 
