@@ -43,10 +43,27 @@ SHM = Path("/dev/shm")
 
 TESTS = Path(__file__).resolve().parent
 
-# Marks of the tests of devices that the tests make up, and the beginnings of their files' paths.
-DEVICES = {
+# Marks of tests that run where what they test was changed or they are named, and the beginnings of
+# their files' paths.
+BY_PATH = {
     "gpu": ("cuda/", "gpu/"),
     "rdma": ("transports/test_rdma", "transports/test_simulated", "transports/test_registrations"),
+    "launchers": (
+        "launcher/test_agent",
+        "launcher/test_encryption",
+        "launcher/test_engine_nodes",
+        "launcher/test_foreign",
+        "launcher/test_nodes",
+    ),
+    "plugin": ("tools/test_pytest_",),
+    "core": (
+        "core/test_core_channel",
+        "core/test_core_drive",
+        "core/test_core_link",
+        "core/test_core_run",
+        "core/test_core_scratch",
+        "core/test_core_tcp",
+    ),
 }
 
 # A job's last processes may still be ending when its test has read the job's status: SIGKILL comes
@@ -137,7 +154,7 @@ def place(stem: str) -> int:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     name = item.path.relative_to(TESTS).as_posix()
-    for mark, beginnings in DEVICES.items():
+    for mark, beginnings in BY_PATH.items():
         if name.startswith(beginnings):
             item.add_marker(mark)
 
@@ -160,15 +177,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items.sort(key=order)
     words = re.findall(r"\w+", config.option.markexpr)
-    unnamed = [mark for mark in DEVICES if mark not in words]
+    unnamed = [mark for mark in BY_PATH if mark not in words]
     here = config.invocation_params.dir
     named = [here / argument.partition("::")[0] for argument in config.args]
     named = [path for path in named if TESTS in path.parents and not runs_all(config)]
     left_out = []
     for item in items:
-        of_device = any(item.get_closest_marker(mark) for mark in unnamed)
+        by_path = any(item.get_closest_marker(mark) for mark in unnamed)
         is_smoke = item.get_closest_marker("smoke")
-        if of_device and not is_smoke and not any(map(item.path.is_relative_to, named)):
+        if by_path and not is_smoke and not any(map(item.path.is_relative_to, named)):
             left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

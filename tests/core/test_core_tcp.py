@@ -27,7 +27,7 @@ from core_programs import (
     plant,
     prefix_of,
 )
-from tiers import exhaustive
+from tiers import exhaustive, smoke
 
 SOURCES = ("tcp/tcp.c", "tcp/tcp_read.c", "tcp/tcp_write.c", "base/table.c")
 CORPUS = sorted((TESTS / "corpus").iterdir())
@@ -57,6 +57,7 @@ def build(tmp_path: Path, program: str, core: Path, flags: tuple[str, ...], *of_
         pytest.param(PLAIN, 5_000, marks=exhaustive, id="plain"),
     ],
 )
+@smoke
 def test_random_calls_of_linked_ranks_deliver_every_byte_and_touch_no_other(
     tmp_path: Path, flags: tuple[str, ...], worlds: int
 ) -> None:

@@ -4,9 +4,11 @@ The default tier has each behaviour once, on the sizes, ways and transports that
 exhaustive tier has more of the same: models, planted faults, tests of test doubles, other sizes,
 long seeds. CONTRIBUTING.md says when which of them runs.
 
-Tests of GPUs and of RDMA run on devices that the tests make up (`DEVICES` in conftest.py marks
-them). A run of all tests has a few of them, those marked `smoke`; the others run by
-`pytest -m gpu` and `pytest -m rdma`, or where their file or folder is named.
+Some tests run where what they test was changed: of GPUs and of RDMA, on devices that the tests make
+up; of jobs that agents, nodes or other launchers begin; of the plugin for pytest; of programs made
+of the core's sources (`BY_PATH` in conftest.py marks them). A run of all tests has a few of them,
+those marked `smoke`; the others run by `pytest -m gpu` and so on, or where their file or folder is
+named.
 """
 
 from __future__ import annotations

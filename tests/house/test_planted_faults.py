@@ -19,6 +19,12 @@ def text_of(file: str) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
+TIERS = (
+    *("default", "exhaustive", "gpu", "rdma", "launchers", "plugin", "core"),
+    *("parallel", "torch", "hosts"),
+)
+
+
 @functools.cache
 def functions_of(file: str) -> set[str]:
     tree = ast.parse(text_of(file))
@@ -28,7 +34,7 @@ def functions_of(file: str) -> set[str]:
 def what_is_wrong_with(fault: dict[str, Any]) -> str:
     if fault.keys() != {"what", "file", "right", "wrong", "test", "tier"}:
         return f"has {', '.join(fault)}"
-    if fault["tier"] not in ("default", "exhaustive", "gpu", "rdma", "parallel", "torch", "hosts"):
+    if fault["tier"] not in TIERS:
         return f"has the tier {fault['tier']}"
     text = text_of(fault["file"])
     planted = text.replace(fault["right"], fault["wrong"])

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from agent_runs import LIMIT_S
+from tiers import smoke
 
 from pycoll._launcher import line, reach
 from pycoll._launcher.host_routes import HostRoute
@@ -278,6 +279,7 @@ def test_what_comes_before_the_marker_is_kept_as_noise(ends: Any) -> None:
     assert two.heard == [("a", [])]
 
 
+@smoke
 def test_an_end_that_reads_late_gets_everything(ends: Any) -> None:
     two = ends()
     body = b"x" * 5_000_000

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from agent_runs import LIMIT_S
+from tiers import smoke
 
 from pycoll._launcher.hostlist import Slots, lay_out, parse_hosts, read_hostfile
 from pycoll._launcher.outcome import CANNOT_START
@@ -99,6 +100,7 @@ def test_the_ranks_of_all_hosts_encrypt_if_the_launcher_says_so(run: Run) -> Non
     assert set(done.stdout.splitlines()) == {"1 zmq"}
 
 
+@smoke
 def test_the_first_rank_that_fails_gives_the_exit_status(run: Run) -> None:
     script = "import pycoll, sys\nif pycoll.init().rank == 2: sys.exit(9)\npycoll.init().barrier()"
     done = run("-H", "localhost:2,other:1", script=script)
@@ -234,6 +236,7 @@ def test_what_is_wrong_with_the_hosts_is_said(run: Run, words: list[str], told: 
     assert told in done.stderr
 
 
+@smoke
 def test_hosts_as_on_the_command_line() -> None:
     assert parse_hosts("a:4, b,[fd77::2]:3,[::1]") == [
         Slots("a", 4), Slots("b", 1), Slots("fd77::2", 3), Slots("::1", 1),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tiers import exhaustive
+from tiers import exhaustive, smoke
 from transport_world import World
 
 import pycoll
@@ -130,6 +130,7 @@ assert (big == np.arange(size)[:, None]).all()
     ],
     ids=lambda value: " ".join(value) if "--" in str(value) else str(value),
 )
+@smoke
 def test_an_encrypted_job_uses_curve_wherever_it_does_not_share_memory(
     job: Any, size: int, options: tuple[str, ...], found: tuple[str, bool] | None
 ) -> None:
@@ -196,6 +197,7 @@ def test_the_network_is_tcp_unless_a_rank_wants_zmq_or_the_job_is_encrypted() ->
         choose([{}, zmq, tcp], encrypt=False)
 
 
+@smoke
 def test_only_tcp_and_rdma_do_not_encrypt() -> None:
     names = [name for name in ("auto", "shm", "tcp", "zmq", "rdma") if why_not_encrypted(name)]
     assert names == ["tcp", "rdma"]

@@ -18,6 +18,7 @@ import cloudpickle
 import pytest
 from node_jobs import LIMIT_S, WAIT, until_listening
 from patience import PATIENCE
+from tiers import smoke
 
 import pycoll
 from pycoll._functions import engines, function
@@ -92,6 +93,7 @@ def test_exceptions_come_back_from_an_engine() -> None:
     assert caught.value.__notes__[0] == "raised on rank 1 of 2"
 
 
+@smoke
 def test_a_death_on_an_engine_is_named() -> None:
     def fn(comm: Any) -> None:
         if comm.rank == 1:

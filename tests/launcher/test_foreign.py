@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from patience import PATIENCE
+from tiers import smoke
 
 from pycoll._launcher import agent_socket, exchange, pmi
 from pycoll._launcher.agent_socket import Ticket
@@ -124,6 +125,7 @@ def until_no_helpers(key: str, limit_s: float = 10.0) -> None:
         time.sleep(0.05)
 
 
+@smoke
 def test_variables_alone_are_enough() -> None:
     environments = plain(4)
     ended = Ranks(SUM, environments).end()
@@ -447,6 +449,7 @@ def test_a_launcher_that_ends_is_no_answer() -> None:
         ({"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "1"}, ("srun", 1, 3)),
     ],
 )
+@smoke
 def test_launchers_are_known_by_their_variables(
     environ: dict[str, str], found: tuple[str, int, int] | None
 ) -> None:

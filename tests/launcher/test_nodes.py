@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from node_jobs import WAIT, until_listening
+from tiers import smoke
 
 from pycoll._launcher.nodes import find_node
 from pycoll._launcher.outcome import CANNOT_START
@@ -88,6 +89,7 @@ assert found == {("zmq", True)}, found
     assert [job.end(0), job.end(1)] == [(0, "", "")] * 2
 
 
+@smoke
 def test_a_rank_that_fails_ends_all_nodes(nodes: Any, script: Any) -> None:
     job = nodes(3)
     path = script("import pycoll, sys\ncomm = pycoll.init()\nsys.exit(7 * (comm.rank == 2))\n")

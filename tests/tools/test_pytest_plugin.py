@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from plugin_runs import run_tests
-from tiers import exhaustive
+from tiers import exhaustive, smoke
 
 # pytester drops modules that are first imported in an inner pytest, and NumPy and zmq must not be
 # imported twice in one process.
@@ -188,6 +188,7 @@ def test_fd(comm, capfd):
     result.assert_outcomes(passed=2)
 
 
+@smoke
 def test_the_rank_that_failed_is_shown_with_its_traceback(pytester: pytest.Pytester) -> None:
     result = run_tests(
         pytester,
@@ -223,6 +224,7 @@ def test_the_same_failure_on_several_ranks_is_shown_once(pytester: pytest.Pytest
     assert result.stdout.str().count("E   assert 2 == 3") == 1
 
 
+@smoke
 def test_a_mismatch_in_the_last_call_fails_the_test(pytester: pytest.Pytester) -> None:
     result = run_tests(
         pytester,
