@@ -28,6 +28,10 @@ typedef struct stub_type PyTypeObject;
 
 extern PyObject stub_none;
 #define Py_RETURN_NONE return &stub_none
+static inline PyObject *Py_NewRef(PyObject *object) {
+    object->references++;
+    return object;
+}
 
 extern PyObject *PyExc_OSError;
 
