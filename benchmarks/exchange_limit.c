@@ -1,7 +1,7 @@
 /* How fast processes can exchange blocks by copies alone: see benchmarks/exchange_limit.
    Arguments: processes, bytes of a block, calls. Prints the median microseconds of a call in which
-   each process reads a block of every other's memory by process_vm_readv, and of one in which it
-   copies these out of shared memory. */
+   each process copies its own block and reads one of every other's memory by process_vm_readv, and
+   of one in which it copies all out of shared memory. */
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -53,8 +53,12 @@ static void barrier(int yields) {
                 sched_yield();
 }
 
-/* In each step every process reads of another one. */
+/* Each process copies its own block; then in each step every one reads of another one. */
 static void exchange(int way, unsigned char *shared, unsigned char *to) {
+    const unsigned char *own = all[me].given;
+    if (way == SHARED)
+        own = shared + (size_t)me * (size_t)size * nbytes;
+    memcpy(to + (size_t)me * nbytes, own + (size_t)me * nbytes, nbytes);
     for (int step = 1; step < size; step++) {
         int from = (me + step) % size;
         unsigned char *into = to + (size_t)from * nbytes;
