@@ -22,7 +22,6 @@ from typing import NamedTuple
 import msgpack
 
 from pycoll._launcher.notes import CALLS, MESSAGES, NAMES, NOTED, TEXT_NBYTES, WAITS
-from pycoll._support.numbering import KINDS, OPS
 from pycoll._support.wording import ranks_text
 
 DTYPES = (
@@ -58,6 +57,8 @@ class KeptCall(NamedTuple):
     @property
     def text(self) -> str:
         """The call, without where it was made."""
+        from pycoll._transports._core import KINDS, OPS  # which has kept it
+
         kind = _name(KINDS, self.signature & 15)
         text = f"{kind}, {self.nbytes} bytes"
         if kind in _REDUCES:

@@ -6,6 +6,54 @@ from typing import Any, Self, TypeVar, TypeVarTuple
 _Arguments = TypeVarTuple("_Arguments")
 _Returned = TypeVar("_Returned")
 
+METHODS: tuple[str, ...]
+"""The methods of a communicator that the core has, by number."""
+KINDS: tuple[str, ...]
+"""The collectives among them: the first."""
+UNEVEN: tuple[str, ...]
+"""Those of blocks that differ in shape."""
+OPS: tuple[str, ...]
+"""Operators, by number."""
+PARTS: tuple[str, ...]
+"""What a call in the core may be a part of: nothing, or a program's call that needs several."""
+
+# Events, orders, states of receives, kinds of requests, statuses, kinds of steps, where a value is,
+# and ways of a message: what each is says the header that has it.
+EVENT_ARRIVED: int
+EVENT_HELD: int
+EVENT_ENDED: int
+EVENT_STARTED: int
+EVENT_ASKED: int
+EVENT_FINISHED: int
+EVENT_LOST: int
+EVENT_WANTED: int
+EVENT_WATCHED: int
+ORDER_SEND: int
+ORDER_TAKE_BACK: int
+ORDER_ACCEPT: int
+ORDER_REDIRECT: int
+ORDER_GIVE_UP: int
+RECEIVE_POSTED: int
+RECEIVE_HELD: int
+RECEIVE_READING: int
+RECEIVE_ENDED: int
+REQUEST_RECV: int
+STATUS_REFUSED: int
+STATUS_TAKEN_BACK: int
+STATUS_NO_VALUE: int
+STEP_SEND: int
+STEP_RECV: int
+STEP_RECV_SCRATCH: int
+STEP_REDUCE: int
+STEP_COPY: int
+STEP_EXTERNAL: int
+VALUE_NOWHERE: int
+VALUE_AT_SOURCE: int
+VALUE_AT_TARGET: int
+WAY_BUFFER: int
+WAY_MAY_PUSH: int
+WAY_OFFER: int
+
 def use_numpy(empty: Any, sample: Any, address: int, swapped: Any, /) -> bool: ...
 def add_dtype(dtype: Any, code: int, /) -> None: ...
 def add_library(

@@ -16,6 +16,22 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from pycoll._transports._core import (
+    EVENT_ARRIVED,
+    EVENT_ASKED,
+    EVENT_ENDED,
+    EVENT_FINISHED,
+    EVENT_HELD,
+    EVENT_LOST,
+    EVENT_STARTED,
+    EVENT_WANTED,
+    EVENT_WATCHED,
+    RECEIVE_ENDED,
+    STATUS_TAKEN_BACK,
+    WAY_BUFFER,
+    WAY_MAY_PUSH,
+    WAY_OFFER,
+)
 from pycoll._transports.base import (
     AHEAD,
     CREDIT,
@@ -36,18 +52,6 @@ from pycoll.errors import Error, PeerFailed, TransportError
 if TYPE_CHECKING:
     from pycoll._transports._core import MappedHost, MessageEngine, Receive, Send
     from pycoll._transports.core_tcp import TcpLinks, TcpNetwork
-
-REFUSED, TAKEN_BACK, NO_VALUE = -100001, -100003, -100004
-"""The status of a receive whose message does not fit, or was taken back; of a wrong algorithm."""
-
-ARRIVED, HELD, ENDED, STARTED, _, _, ASKED, FINISHED, LOST, WANTED, WATCHED = range(11)
-"""Events, numbered as in _core/python/engine/engine_type.h."""
-
-BUFFER, MAY_PUSH, OFFER = range(3)
-"""Ways in which a message goes, numbered as in _core/engine/link.h."""
-
-IDLE, POSTED, HOLDING, READING, OVER = range(5)
-"""States of a receive, numbered as in _core/engine/engine.h."""
 
 _SHORT_MS = 1
 
@@ -125,7 +129,7 @@ class CoreReceive(Transfer):
         self.handle.drop()
 
     def redirect(self, into: memoryview) -> None:
-        is_here = self.handle.state == OVER
+        is_here = self.handle.state == RECEIVE_ENDED
         self.handle.redirect(into)
         reach, self.reach = self.reach, None
         if is_here and reach is not None and reach.is_open and not reach.is_in_buffer:
@@ -180,7 +184,7 @@ class CoreArrival(Arrival):
 
     def ended(self, status: int) -> None:
         """Called when it can be received no more."""
-        if status == TAKEN_BACK:
+        if status == STATUS_TAKEN_BACK:
             self.on_withdrawal(self)
 
 
@@ -285,13 +289,13 @@ class CoreTransport(Transport):
     # --- sending ---------------------------------------------------------------------------
 
     def send(self, peer: int, header: bytes, parts: Parts) -> Transfer:
-        return self._start(peer, header, parts, BUFFER)
+        return self._start(peer, header, parts, WAY_BUFFER)
 
     def push(self, peer: int, header: bytes, parts: Parts) -> Transfer:
-        return self._start(peer, header, parts, MAY_PUSH)
+        return self._start(peer, header, parts, WAY_MAY_PUSH)
 
     def offer(self, peer: int, header: bytes, parts: Parts) -> Transfer:
-        return self._start(peer, header, parts, OFFER)
+        return self._start(peer, header, parts, WAY_OFFER)
 
     def _start(self, peer: int, header: bytes, parts: Parts, way: int) -> Transfer:
         started = self.core.send(peer, header, parts, way)
@@ -307,7 +311,7 @@ class CoreTransport(Transport):
         """Return why something has failed that has ended so; None: it has not."""
         if status == 0:
             return None
-        if status == TAKEN_BACK:
+        if status == STATUS_TAKEN_BACK:
             return Withdrawn()
         if status in (-errno.ENOMEM, -errno.ENOBUFS):
             return MemoryError()
@@ -348,19 +352,19 @@ class CoreTransport(Transport):
     def _handle(self, events: Sequence[tuple[Any, ...]]) -> bool:
         assert self._handler is not None
         for kind, *event in events:
-            if kind == ENDED:
+            if kind == EVENT_ENDED:
                 owner = self._owners.pop(event[0], None)
                 if owner is not None:
                     owner.ended(event[1])
-            elif kind == ARRIVED:
+            elif kind == EVENT_ARRIVED:
                 self._handler.arrived(self.arrival_of(event[0]))
-            elif kind == HELD:
+            elif kind == EVENT_HELD:
                 owner = self._owners.get(event[0])
                 if owner is not None:
                     owner.held()
-            elif kind == STARTED:
+            elif kind == EVENT_STARTED:
                 event[0]._ended()
-            elif kind == ASKED:
+            elif kind == EVENT_ASKED:
                 event[0]._asked()
             else:
                 self._handle_link(kind, *event)
@@ -368,16 +372,16 @@ class CoreTransport(Transport):
 
     def _handle_link(self, kind: int, peer: int = -1, why: str = "") -> None:
         assert self._handler is not None
-        if kind == FINISHED:
+        if kind == EVENT_FINISHED:
             self._handler.finished(peer)
-        elif kind == LOST:
+        elif kind == EVENT_LOST:
             if self._tcp is not None:
                 self._tcp.forget(peer)
             self._handler.lost(peer, why)
-        elif kind == WANTED and peer not in self._forgotten:
+        elif kind == EVENT_WANTED and peer not in self._forgotten:
             assert self._tcp is not None
             self._tcp.dial(peer)
-        elif kind == WATCHED and self._tcp is not None:
+        elif kind == EVENT_WATCHED and self._tcp is not None:
             self._tcp.progress()
 
     @property
@@ -424,7 +428,7 @@ class CoreTransport(Transport):
         self.core.forget(peer)
         # Receives that wait hear of it by the next progress: then it is known why.
         for event in self.core.events():
-            ends = event[0] == ENDED and isinstance(self._owners.get(event[1]), Transfer)
+            ends = event[0] == EVENT_ENDED and isinstance(self._owners.get(event[1]), Transfer)
             self._later.append(event)
             if ends:
                 self._handle([self._later.pop()])
@@ -452,7 +456,7 @@ class CoreTransport(Transport):
             poller.register(self._doorbell, select.POLLIN)
         while not self.core.flush():
             for kind, *event in self.core.events():
-                if kind in (WANTED, WATCHED):
+                if kind in (EVENT_WANTED, EVENT_WATCHED):
                     self._handle_link(kind, *event)
             if time.monotonic() >= deadline:
                 return

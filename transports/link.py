@@ -12,6 +12,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pycoll._transports._core import (
+    ORDER_ACCEPT,
+    ORDER_GIVE_UP,
+    ORDER_REDIRECT,
+    ORDER_SEND,
+    ORDER_TAKE_BACK,
+)
 from pycoll._transports.base import (
     Arrival,
     Elsewhere,
@@ -26,9 +33,6 @@ from pycoll.errors import TransportError
 
 if TYPE_CHECKING:
     from pycoll._transports._core import MessageEngine
-
-SEND, TAKE_BACK, ACCEPT, REDIRECT, GIVE_UP, RELEASE = range(6)
-"""Orders, numbered as in _core/engine/link_queue.h."""
 
 RECEIVED, WITHDRAWN, SENT, COMMITTED = range(4)
 """What `MessageEngine.tell_over` tells."""
@@ -131,17 +135,17 @@ class Links:
         while (order := self._core.next_order()) is not None:
             kind, number, *rest = order
             worked = True
-            if kind == SEND:
+            if kind == ORDER_SEND:
                 self._send(number, *rest)
-            elif kind == TAKE_BACK:
+            elif kind == ORDER_TAKE_BACK:
                 if (send := self._sends.pop(number, None)) is not None:
                     send.cancel()
-            elif kind == ACCEPT:
+            elif kind == ORDER_ACCEPT:
                 self._accept(number, memoryview(*rest))
-            elif kind == REDIRECT:
+            elif kind == ORDER_REDIRECT:
                 if (receive := self._receives.get(number)) is not None:
                     receive.redirect(memoryview(*rest))
-            elif kind == GIVE_UP:
+            elif kind == ORDER_GIVE_UP:
                 if (receive := self._receives.pop(number, None)) is not None:
                     receive.cancel()
             else:

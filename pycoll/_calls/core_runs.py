@@ -21,20 +21,29 @@ from pycoll._runtime.binding import Binding, CoreReduction, are_neighbors, fill_
 from pycoll._runtime.envelope import COLLECTIVE, KIND_COLLECTIVE, readable
 from pycoll._runtime.external import External, ExternalSchedule
 from pycoll._runtime.scratch import new_bytes
-from pycoll._transports._core import CompiledPlan, Run, float_control, with_floats
+from pycoll._transports._core import (
+    STATUS_NO_VALUE,
+    STATUS_REFUSED,
+    STEP_COPY,
+    STEP_EXTERNAL,
+    STEP_RECV,
+    STEP_RECV_SCRATCH,
+    STEP_REDUCE,
+    STEP_SEND,
+    VALUE_AT_SOURCE,
+    VALUE_AT_TARGET,
+    VALUE_NOWHERE,
+    CompiledPlan,
+    Run,
+    float_control,
+    with_floats,
+)
 from pycoll._transports.base import Operation, Parts, Withdrawn
-from pycoll._transports.core import NO_VALUE, REFUSED
 from pycoll.errors import Error, MismatchError
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 
 if TYPE_CHECKING:
     from pycoll._calls.group import Group
-
-SEND, RECV, RECV_SCRATCH, REDUCE, COPY, EXTERNAL = range(6)
-"""Kinds of steps, numbered as in _core/engine/run.h."""
-
-NOWHERE, AT_SOURCE, AT_TARGET, IN_OWN = range(4)
-"""Where the value of a chunk is, numbered as there."""
 
 NO_REDUCTION: CoreReduction = (-1, 0, 0)
 
@@ -291,13 +300,13 @@ class Segment:
         self._core.place(self.number, chunk)
 
     def _view(self, chunk: int, place: int) -> memoryview | None:
-        if place == AT_SOURCE:
+        if place == VALUE_AT_SOURCE:
             parts = self.binding.source[chunk]
             assert parts is not None
             return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-        if place == AT_TARGET:
+        if place == VALUE_AT_TARGET:
             return self.binding.target[chunk]
-        if place == NOWHERE:
+        if place == VALUE_NOWHERE:
             return None
         if self._own is None:
             own = self._core.own(self.number, 0)
@@ -324,9 +333,9 @@ class Segment:
         if self.binding.blocks is None or not are_neighbors(chunks):
             return None
         places = {self._core.where(self.number, chunk) for chunk in chunks}
-        if places not in ({AT_SOURCE}, {AT_TARGET}):
+        if places not in ({VALUE_AT_SOURCE}, {VALUE_AT_TARGET}):
             return None
-        block = self.binding.blocks[places == {AT_TARGET}]
+        block = self.binding.blocks[places == {VALUE_AT_TARGET}]
         if block is None:
             return None
         return block[self._ends[chunks[0]] : self._ends[chunks[-1] + 1]]
@@ -397,9 +406,9 @@ def why_failed(group: Group, text: str, ended: Status) -> BaseException | None:
         return None
     if context.broken is not None:
         return context.broken
-    if status == REFUSED:
+    if status == STATUS_REFUSED:
         return MismatchError(wrong_length(at, came, text, context, expected))
-    if status == NO_VALUE:
+    if status == STATUS_NO_VALUE:
         return Error(no_value(text, at))
     return context.gone.get(status - 1) or engine.transport.error_of(status)
 
@@ -414,15 +423,15 @@ def steps_of(schedule: Schedule | ExternalSchedule) -> list[tuple[Any, ...]]:
     for position, step in enumerate(schedule.steps):
         match step:
             case Send(peer):
-                kind = SEND, False, peer
+                kind = STEP_SEND, False, peer
             case Recv(peer, _, scratch):
-                kind = RECV_SCRATCH if scratch else RECV, False, peer
+                kind = STEP_RECV_SCRATCH if scratch else STEP_RECV, False, peer
             case Reduce(_, incoming_first):
-                kind = REDUCE, incoming_first, 0
+                kind = STEP_REDUCE, incoming_first, 0
             case Copy(source):
-                kind = COPY, False, source
+                kind = STEP_COPY, False, source
             case External(_, at_end):
-                kind = EXTERNAL, at_end, 0
+                kind = STEP_EXTERNAL, at_end, 0
         chunks, successors = schedule.chunks[position], schedule.successors[position]
         number, waits = schedule.number[position], schedule.waits[position]
         steps.append((*kind, number, tuple(chunks), tuple(successors), waits))

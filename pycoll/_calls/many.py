@@ -35,8 +35,8 @@ from pycoll._runtime.binding import Combine, CoreReduction
 from pycoll._runtime.engine import Engine
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
-from pycoll._support.numbering import KINDS, OPS
 from pycoll._support.wording import a_kind
+from pycoll._transports._core import KINDS, OPS
 
 if TYPE_CHECKING:
     from pycoll._arrays.types import Reducer

@@ -29,8 +29,7 @@ from pycoll._calls.group import Bound, Group, How
 from pycoll._calls.packings import INT64, Packing, packing_of
 from pycoll._runtime.binding import Binding, ChunkPlace
 from pycoll._selection.select import Choice
-from pycoll._support.numbering import KINDS, OPS, PARTS
-from pycoll._transports._core import int_error_text
+from pycoll._transports._core import KINDS, OPS, PARTS, int_error_text
 
 if TYPE_CHECKING:
     from pycoll._calls.arguments import Target

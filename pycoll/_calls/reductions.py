@@ -20,7 +20,7 @@ from pycoll._calls.call_plan import CallPlan
 from pycoll._calls.preparing import Preparing
 from pycoll._calls.scheduled import ArrayPlan
 from pycoll._support.lazy_import import LazyModule
-from pycoll._support.numbering import OPS
+from pycoll._transports._core import OPS
 
 if TYPE_CHECKING:
     from pycoll import _dtypes as dtypes

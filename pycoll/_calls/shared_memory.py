@@ -24,8 +24,8 @@ from pycoll._runtime.task import Call, caller, caller_or_thread
 from pycoll._runtime.waits import EVERYBODY, Options, needed
 from pycoll._selection.agreed import SHARED_MEMORY
 from pycoll._support.lazy_import import LazyModule
-from pycoll._support.numbering import KINDS, METHODS, OPS, PARTS, UNEVEN
 from pycoll._support.weak import weakly
+from pycoll._transports._core import KINDS, METHODS, OPS, PARTS, UNEVEN
 from pycoll.errors import Error, MismatchError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pycoll._calls import on_gpus
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm, part_of
 from pycoll._runtime.binding import fill_from
 from pycoll._support.lazy_import import LazyModule
-from pycoll._support.numbering import KINDS, OPS
+from pycoll._transports._core import KINDS, OPS
 from pycoll._transports.base import Parts, nbytes_of
 
 if TYPE_CHECKING:

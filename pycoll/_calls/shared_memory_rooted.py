@@ -18,7 +18,7 @@ from pycoll._calls.rooted import Announcement
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._calls.shared_memory_calls import type_salt
 from pycoll._selection.select import Choice
-from pycoll._support.numbering import KINDS
+from pycoll._transports._core import KINDS
 
 BROADCAST, SCATTER = KINDS.index("broadcast"), KINDS.index("scatter")
 

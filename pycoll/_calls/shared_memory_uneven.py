@@ -20,7 +20,7 @@ from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._calls.shared_memory_calls import combine, serves, type_salt
 from pycoll._calls.uneven_out import BlockTargets
 from pycoll._dtypes import Array
-from pycoll._support.numbering import METHODS, OPS
+from pycoll._transports._core import METHODS, OPS
 
 
 def run(shm: ShmComm, method: str, xs: Sequence[Value], root: int, targets: BlockTargets) -> Any:

@@ -18,8 +18,8 @@ from pycoll._calls.group import Group, Numbered
 from pycoll._calls.shared_memory import ShmComm, part_of
 from pycoll._runtime import binding
 from pycoll._runtime.task import CallSteps
-from pycoll._support.numbering import KINDS
 from pycoll._support.wording import a_kind, ranks_text
+from pycoll._transports._core import KINDS
 
 if TYPE_CHECKING:
     from pycoll._transports.base import Parts

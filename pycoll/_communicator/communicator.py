@@ -21,8 +21,8 @@ from pycoll._requests.nonblocking import NonBlocking, Persistent
 from pycoll._runtime import counters
 from pycoll._runtime.engine import Engine
 from pycoll._support.foreign_names import ABSENT_FROM_COMMUNICATORS, OF_COMMUNICATORS, Hinting
-from pycoll._support.numbering import KINDS, METHODS
 from pycoll._support.public_edge import edge, edges, public
+from pycoll._transports._core import KINDS, METHODS
 from pycoll.errors import MismatchError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pycoll._calls import explain
-from pycoll._support.numbering import KINDS
 from pycoll._trace.records import ABSENT, Recorder
+from pycoll._transports._core import KINDS
 from pycoll.errors import Error
 
 if TYPE_CHECKING:

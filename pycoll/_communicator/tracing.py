@@ -15,9 +15,9 @@ from pycoll._communicator.described import Picked, Place, nbytes_of, number_of, 
 from pycoll._communicator.requests_traced import RequestTracer, place_of_caller
 from pycoll._requests.request import Request
 from pycoll._runtime.envelope import Status
-from pycoll._support.numbering import METHODS
 from pycoll._support.public_edge import edge
 from pycoll._trace.records import FAILED, Recorder
+from pycoll._transports._core import METHODS
 
 if TYPE_CHECKING:
     from pycoll._calls.group import Group

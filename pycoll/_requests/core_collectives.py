@@ -22,9 +22,16 @@ from pycoll._requests.core_started import CoreStarted, Owner
 from pycoll._runtime.envelope import readable
 from pycoll._runtime.task import Call, CallSteps, Started
 from pycoll._support.lazy_import import LazyModule
-from pycoll._support.numbering import KINDS, METHODS, OPS
 from pycoll._support.public_edge import edge
-from pycoll._transports._core import Collective, Collectives, CompiledPlan, forget_plans
+from pycoll._transports._core import (
+    KINDS,
+    METHODS,
+    OPS,
+    Collective,
+    Collectives,
+    CompiledPlan,
+    forget_plans,
+)
 
 if TYPE_CHECKING:
     import numpy as np

@@ -25,8 +25,7 @@ from pycoll._runtime.task import Call, Started
 from pycoll._support.foreign_names import OF_REQUESTS
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge, edges
-from pycoll._transports._core import Messages, take, wait_all
-from pycoll._transports.core import REFUSED
+from pycoll._transports._core import REQUEST_RECV, STATUS_REFUSED, Messages, take, wait_all
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
     from pycoll._transports._core import Receive
 else:
     dtypes = LazyModule("pycoll._dtypes")
-
-SEND, SSEND, RECV, PROBE = range(4)
-"""Kinds of requests, numbered as in _core/python/requests/request.h."""
 
 NAMES = (
     *("send", "ssend", "recv", "isend", "issend", "irecv"),
@@ -75,7 +71,7 @@ class CoreRequest(_core.Request, CoreStarted, shown_as="Request"):
     @property
     def _call(self) -> Call:
         kind, code, peer, tag, shape = self._description
-        if kind >= RECV:
+        if kind >= REQUEST_RECV:
             text = f"{_NAMES[kind]}(source={_name(peer)}, tag={_name(tag)})"
         elif self._sent_type is not None:
             text = f"{_NAMES[kind]}({self._sent_type.__name__}, dest={peer}, tag={tag})"
@@ -85,7 +81,7 @@ class CoreRequest(_core.Request, CoreStarted, shown_as="Request"):
         return Call(text, -1, self._group.context)
 
     def _is_committed(self) -> bool:
-        return self._description[0] < RECV and not self.done and not self._stop()
+        return self._description[0] < REQUEST_RECV and not self.done and not self._stop()
 
     def _waits_for(self) -> Collection[int]:
         context = self._group.context
@@ -139,7 +135,7 @@ class CoreRequest(_core.Request, CoreStarted, shown_as="Request"):
 
     def cancel(self) -> bool:
         """Withdraw a receive; see `pycoll.Request.cancel`."""
-        if self._description[0] < RECV:
+        if self._description[0] < REQUEST_RECV:
             return super().cancel()
         self._check_open()
         return bool(self._withdraw())
@@ -151,7 +147,7 @@ class CoreRequest(_core.Request, CoreStarted, shown_as="Request"):
         status = self._status
         if status == 0:
             return None
-        if status == REFUSED:
+        if status == STATUS_REFUSED:
             return self._refusal()
         if self._by_python is not None:
             return self._by_python.error

@@ -23,15 +23,9 @@ from pycoll._runtime.envelope import (
 )
 from pycoll._runtime.inbox import Inbox
 from pycoll._runtime.matching import Collecting
+from pycoll._transports._core import RECEIVE_ENDED, RECEIVE_HELD, RECEIVE_POSTED, STATUS_TAKEN_BACK
 from pycoll._transports.base import Arrival, Operation
-from pycoll._transports.core import (
-    HOLDING,
-    OVER,
-    POSTED,
-    TAKEN_BACK,
-    CoreArrival,
-    CoreTransport,
-)
+from pycoll._transports.core import CoreArrival, CoreTransport
 from pycoll.errors import Error, MismatchError, PeerFailed
 
 
@@ -128,16 +122,16 @@ class Context(Inbox):
         """Say what has become of a collective's message, if that is known."""
         handle = collecting.handle
         state = handle.state
-        if state == OVER and handle.status == TAKEN_BACK:
+        if state == RECEIVE_ENDED and handle.status == STATUS_TAKEN_BACK:
             self.transport.disown(handle)  # that it has ended may still be told
             collecting.handle = handle = self.core.collect(*collecting.key)
             state = handle.state
-        if state == POSTED:
+        if state == RECEIVE_POSTED:
             self._collecting[collecting.key] = collecting
             self.transport.own(handle, collecting)
             return
         self._collecting.pop(collecting.key, None)
-        if state == HOLDING:
+        if state == RECEIVE_HELD:
             arrival = CoreArrival(self.transport, handle, self.withdrawn)
             self.transport.own(handle, arrival)
             collecting.wanted(arrival, None)

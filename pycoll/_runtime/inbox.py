@@ -12,22 +12,22 @@ import pycoll._transports._core as _core
 from pycoll._runtime.envelope import ANY, P2P, Held, Incoming
 from pycoll._runtime.matching import Found, Match, ParkedArrival
 from pycoll._runtime.scratch import new_bytes
-from pycoll._transports.base import Arrival, Operation, Transfer
-from pycoll._transports.core import (
-    HOLDING,
-    OVER,
-    POSTED,
-    READING,
-    REFUSED,
-    TAKEN_BACK,
-    CoreArrival,
-    CoreReceive,
-    CoreTransport,
+from pycoll._transports._core import (
+    RECEIVE_ENDED,
+    RECEIVE_HELD,
+    RECEIVE_POSTED,
+    RECEIVE_READING,
+    STATUS_REFUSED,
+    STATUS_TAKEN_BACK,
 )
+from pycoll._transports.base import Arrival, Operation, Transfer
+from pycoll._transports.core import CoreArrival, CoreReceive, CoreTransport
 from pycoll.errors import Error, PeerFailed
 
 if TYPE_CHECKING:
     from pycoll._transports._core import Receive
+
+_HAS_MESSAGE = RECEIVE_HELD, RECEIVE_READING
 
 
 class Inbox:
@@ -103,7 +103,7 @@ class Inbox:
         match = Match(self, handle, source, tag, peek)
         if self._returned and self._match_returned(match):
             return match
-        if handle.state == POSTED:
+        if handle.state == RECEIVE_POSTED:
             self.matches[match.number] = match
             self.transport.own(handle, match)
         else:
@@ -127,21 +127,26 @@ class Inbox:
         """Give a match what has become of it."""
         handle = match.handle
         state = handle.state  # it may change at any time
-        if state == OVER and handle.status == TAKEN_BACK:  # wait again, in the same place
+        if (
+            state == RECEIVE_ENDED and handle.status == STATUS_TAKEN_BACK
+        ):  # wait again, in the same place
             self.transport.disown(handle)  # that it has ended may still be told
             handle = self.core.post(match.source, match.tag, match.peek, match.number)
             match.handle = handle
             state = handle.state
-        if state == POSTED:
+        if state == RECEIVE_POSTED:
             self.transport.own(handle, match)
             return
         self.matches.pop(match.number, None)
-        if state == HOLDING:
+        if state == RECEIVE_HELD:
             arrival = CoreArrival(self.transport, handle, self.withdrawn)
             self.transport.own(handle, arrival)
             match.message = self._incoming(arrival, handle)
             match.finish()
-        elif state == OVER and handle.status in (0, REFUSED):  # a probe, or it does not fit
+        elif state == RECEIVE_ENDED and handle.status in (
+            0,
+            STATUS_REFUSED,
+        ):  # a probe, or it does not fit
             header = handle.header
             match.message = self._incoming(Found(handle.peer, header, handle.nbytes, None), handle)
             match.finish()
@@ -169,7 +174,10 @@ class Inbox:
         elif held is not None:
             held.message = message
             self._message_of[arrival] = message
-        elif isinstance(arrival, CoreArrival) and arrival.handle.state in (HOLDING, READING):
+        elif isinstance(arrival, CoreArrival) and arrival.handle.state in (
+            RECEIVE_HELD,
+            RECEIVE_READING,
+        ):
             self.transport.disown(arrival.handle)
             arrival.handle.give_up()
         elif not isinstance(arrival, CoreArrival | Found):
@@ -259,7 +267,7 @@ class Inbox:
         found = (each for each in self._returned if _fits(match, each))
         message = next(found, None)
         handle = match.handle
-        if message is None or (handle.state == HOLDING and handle.order < message.order):
+        if message is None or (handle.state == RECEIVE_HELD and handle.order < message.order):
             return False
         handle.give_up()
         if not match.peek:

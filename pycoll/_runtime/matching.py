@@ -11,10 +11,8 @@ from pycoll._runtime.envelope import (
     Key,
     Wanted,
 )
+from pycoll._transports._core import STATUS_REFUSED
 from pycoll._transports.base import Arrival, Operation, Transfer
-from pycoll._transports.core import (
-    REFUSED,
-)
 
 if TYPE_CHECKING:
     from pycoll._runtime.context import Context
@@ -52,7 +50,7 @@ class Match(Operation):
     @property
     def is_refused(self) -> bool:
         """Whether the message does not fit, and stays in the queue for the next receive."""
-        return bool(self.handle.status == REFUSED)
+        return bool(self.handle.status == STATUS_REFUSED)
 
     def awaited(self) -> Collection[int]:
         if self.source != ANY:

@@ -14,7 +14,7 @@ from tiers import few
 
 def test_the_ranks_choose_together_how_large_values_go(job: Any) -> None:
     text = """
-from pycoll._support.numbering import KINDS as names
+from pycoll._transports._core import KINDS as names
 for nbytes, calls in ((65536, 100), (4 << 20, 30)):
     x, rows = np.ones(nbytes // 4, "f4"), np.ones((size, nbytes // 4), "f4")
     for number in range(calls):

@@ -27,7 +27,7 @@ from collective_cases import (
 )
 from tiers import few, sizes
 
-from pycoll._support.numbering import KINDS
+from pycoll._transports._core import KINDS
 
 SHAPES = ((), (0,), (1,), (7,), (3, 0, 2), (2, 3), (5, 1, 4), (1000,))
 

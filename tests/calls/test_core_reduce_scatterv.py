@@ -94,7 +94,7 @@ def test_counts_of_all_kinds_are_cut_where_they_are_to_be(
     scripts: Scripts, size: int, way: str
 ) -> None:
     text = f"""{NUMPY}
-from pycoll._support.numbering import KINDS
+from pycoll._transports._core import KINDS
 from pycoll._transports._core import set_direct_from
 
 if "{way}" == "together":

@@ -21,8 +21,7 @@ from tiers import few, smoke
 import pycoll
 from pycoll import _dtypes as dtypes
 from pycoll._gpu import kernels
-from pycoll._support.numbering import OPS
-from pycoll._transports._core import reduce
+from pycoll._transports._core import OPS, reduce
 
 ranks, gpu_job = gpu_jobs.ranks, gpu_jobs.gpu_job
 

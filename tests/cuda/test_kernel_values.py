@@ -17,8 +17,7 @@ from kernel_cases import CASES, operands
 from pycoll import _dtypes as dtypes
 from pycoll._cuda import programs
 from pycoll._gpu import kernels
-from pycoll._support.numbering import OPS
-from pycoll._transports._core import reduce
+from pycoll._transports._core import OPS, reduce
 
 Array = np.ndarray[Any, Any]
 RANKS = (3,)

@@ -15,8 +15,7 @@ from gpu_world import TCP, VARIABLES
 import pycoll
 from pycoll import _dtypes as dtypes
 from pycoll._gpu import kernel_run, kernels
-from pycoll._support.numbering import OPS
-from pycoll._transports._core import reduce
+from pycoll._transports._core import OPS, reduce
 
 Comm = Any
 Ranks = Any

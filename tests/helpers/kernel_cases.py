@@ -11,7 +11,7 @@ import numpy as np
 
 from pycoll import _dtypes as dtypes
 from pycoll._gpu import kernels
-from pycoll._support.numbering import OPS
+from pycoll._transports._core import OPS
 
 Array = np.ndarray[Any, Any]
 

@@ -9,7 +9,7 @@ core = shm.core if shm is not None else None
 
 def read_directly(nbytes):
     "From so many bytes on, in every collective."
-    from pycoll._support.numbering import KINDS
+    from pycoll._transports._core import KINDS
     from pycoll._transports import _core
     for kind in range(len(KINDS)):
         _core.set_direct_from(kind, nbytes)

@@ -14,7 +14,7 @@ pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
 from pycoll._runtime.context import Context
 from pycoll._runtime.matching import Match
-from pycoll._transports.core import HOLDING, OVER, TAKEN_BACK
+from pycoll._transports._core import RECEIVE_ENDED, RECEIVE_HELD, STATUS_TAKEN_BACK
 
 TRANSPORTS = few(["shm", "tcp"], ["zmq"])
 
@@ -331,7 +331,7 @@ def test_what_is_told_late_of_a_message_that_was_taken_back_posts_nothing() -> N
     # The first message was taken back, and the second came to the receive that waits in its place;
     # that was taken back, too, before the end of the first was told.
     owners: dict[Any, Any] = {}
-    posted: list[Handle] = [Handle(HOLDING)]
+    posted: list[Handle] = [Handle(RECEIVE_HELD)]
     transport = SimpleNamespace(
         own=owners.__setitem__, disown=lambda handle: owners.pop(handle, None)
     )
@@ -343,14 +343,14 @@ def test_what_is_told_late_of_a_message_that_was_taken_back_posts_nothing() -> N
         _incoming=lambda arrival, handle: arrival,
     )
     context.settle = lambda match: Context.settle(context, match)
-    first: Any = Handle(OVER, TAKEN_BACK)
+    first: Any = Handle(RECEIVE_ENDED, STATUS_TAKEN_BACK)
     match = Match(context, first, 1, 0, peek=False)
     owners[first] = match
     match.held()
     assert match.done
     assert not posted
     second: Any = match.handle
-    second.state, second.status = OVER, TAKEN_BACK
+    second.state, second.status = RECEIVE_ENDED, STATUS_TAKEN_BACK
     assert first not in owners
-    match.ended(TAKEN_BACK)  # IndexError, if it posted once more
+    match.ended(STATUS_TAKEN_BACK)  # IndexError, if it posted once more
     assert match.handle is second

@@ -16,8 +16,15 @@ from transport_world import DEADLINE_S, World
 
 from pycoll._runtime.context import Context
 from pycoll._runtime.envelope import KIND_P2P, P2P, Incoming
+from pycoll._transports._core import (
+    RECEIVE_ENDED,
+    RECEIVE_HELD,
+    RECEIVE_POSTED,
+    STATUS_TAKEN_BACK,
+    WAY_BUFFER,
+    WAY_OFFER,
+)
 from pycoll._transports.base import Transfer
-from pycoll._transports.core import BUFFER, HOLDING, OFFER, OVER, POSTED, TAKEN_BACK
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
@@ -97,7 +104,7 @@ def test_a_receive_given_up_when_its_message_is_there_gives_it_to_the_next_one(p
     message = matched(pair, context, 0, 5)
     into = bytearray(len(payload))
     transfer: Any = message.arrival.accept(memoryview(into))
-    drive(pair, lambda: transfer.handle.state == OVER)  # which Python has not heard of yet
+    drive(pair, lambda: transfer.handle.state == RECEIVE_ENDED)  # which Python has not heard of yet
     assert not transfer.done
     context.park(message, transfer)
     into[:] = bytes(len(into))  # it is its owner's again
@@ -119,7 +126,7 @@ def test_a_message_that_comes_while_its_receive_is_posted_is_told_once(pair: Wor
     matched(pair, context, 0, 4).arrival.release()
     match: Any = context.match(0, 5)
     sent(pair, 0, 1, 5, b"payload")
-    drive(pair, lambda: match.handle.state == HOLDING)  # its event stands in the queue
+    drive(pair, lambda: match.handle.state == RECEIVE_HELD)  # its event stands in the queue
     context.settle(match)  # as if it had come before `match` has looked
     assert match.done
     pair.nodes[1].transport.progress()
@@ -135,15 +142,15 @@ def test_a_message_that_is_taken_back_leaves_its_receive_where_it_was(pair: Worl
     matched(pair, context, 0, 4).arrival.release()
     first, second = context.core.post(0, 5), context.core.post(0, 5)
     sender: Any = pair.nodes[0].transport
-    taken_back = sender.core.send(1, P2P.pack(KIND_P2P, IDENT, 5, 0), (bytes(1 << 20),), OFFER)
-    drive(pair, lambda: first.state == HOLDING)
+    taken_back = sender.core.send(1, P2P.pack(KIND_P2P, IDENT, 5, 0), (bytes(1 << 20),), WAY_OFFER)
+    drive(pair, lambda: first.state == RECEIVE_HELD)
     taken_back.take_back()
-    assert sender.core.send(1, P2P.pack(KIND_P2P, IDENT, 5, 0), (b"next",), BUFFER) is None
-    drive(pair, lambda: first.state == OVER)
-    assert first.status == TAKEN_BACK
+    assert sender.core.send(1, P2P.pack(KIND_P2P, IDENT, 5, 0), (b"next",), WAY_BUFFER) is None
+    drive(pair, lambda: first.state == RECEIVE_ENDED)
+    assert first.status == STATUS_TAKEN_BACK
     again = context.core.post(0, 5, False, first.number)
-    drive(pair, lambda: HOLDING in (again.state, second.state))
-    assert (again.state, again.nbytes, second.state) == (HOLDING, 4, POSTED)
+    drive(pair, lambda: RECEIVE_HELD in (again.state, second.state))
+    assert (again.state, again.nbytes, second.state) == (RECEIVE_HELD, 4, RECEIVE_POSTED)
 
 
 def test_why_a_link_is_lost_may_be_cut_within_a_character() -> None:

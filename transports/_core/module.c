@@ -4,6 +4,8 @@
 #include "python/engine/engine_type.h"
 #include "python/host/host_type.h"
 #include "python/arguments/memory.h"
+#include "python/collectives/composed.h"
+#include "python/requests/request.h"
 
 void pc_guard_init(void);
 PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
@@ -73,10 +75,82 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTyp
     return status;
 }
 
+/* Names by their numbers, which only the sources give. */
+static const char *const methods_named[] = {
+    [PC_BARRIER] = "barrier", [PC_BROADCAST] = "broadcast", [PC_REDUCE] = "reduce",
+    [PC_ALL_REDUCE] = "all_reduce", [PC_GATHER] = "gather", [PC_ALL_GATHER] = "all_gather",
+    [PC_SCATTER] = "scatter", [PC_REDUCE_SCATTER] = "reduce_scatter",
+    [PC_ALL_TO_ALL] = "all_to_all", [PC_SCAN] = "scan", [PC_EXSCAN] = "exscan",
+    [PC_REDUCE_SCATTERV] = "reduce_scatterv", [PC_GATHERV] = "gatherv",
+    [PC_ALL_GATHERV] = "all_gatherv", [PC_SCATTERV] = "scatterv",
+    [PC_ALL_TO_ALLV] = "all_to_allv"};
+static const char *const operators[] = {
+    [PC_SUM] = "sum", [PC_PROD] = "prod", [PC_MIN] = "min", [PC_MAX] = "max", [PC_AVG] = "avg",
+    [PC_BAND] = "band", [PC_BOR] = "bor", [PC_BXOR] = "bxor", [PC_LAND] = "land",
+    [PC_LOR] = "lor", [PC_LXOR] = "lxor"};
+static const char *const parts[] = {
+    [0] = "", [PC_PART_UNEVEN] = "uneven", [PC_PART_MANY] = "many", [PC_PART_GROUP] = "group",
+    [PC_PART_OPERATOR] = "operator", [PC_PART_INTS] = "ints"};
+
+static const struct {
+    const char *name;
+    const char *const *values;
+    Py_ssize_t count;
+} tuples[] = {
+    {"METHODS", methods_named, PC_METHODS},
+    {"KINDS", methods_named, PC_KINDS},
+    {"UNEVEN", methods_named + PC_GATHERV, PC_METHODS - PC_GATHERV},
+    {"OPS", operators, PC_OPS},
+    {"PARTS", parts, sizeof parts / sizeof *parts},
+};
+
+static const struct {
+    const char *name;
+    int number;
+} numbers[] = {
+    {"EVENT_ARRIVED", PC_EVENT_ARRIVED}, {"EVENT_HELD", PC_EVENT_HELD},
+    {"EVENT_ENDED", PC_EVENT_ENDED}, {"EVENT_STARTED", PC_EVENT_STARTED},
+    {"EVENT_ASKED", PC_EVENT_ASKED}, {"EVENT_FINISHED", PC_EVENT_FINISHED},
+    {"EVENT_LOST", PC_EVENT_LOST}, {"EVENT_WANTED", PC_EVENT_WANTED},
+    {"EVENT_WATCHED", PC_EVENT_WATCHED},
+    {"ORDER_SEND", PC_ORDER_SEND}, {"ORDER_TAKE_BACK", PC_ORDER_TAKE_BACK},
+    {"ORDER_ACCEPT", PC_ORDER_ACCEPT}, {"ORDER_REDIRECT", PC_ORDER_REDIRECT},
+    {"ORDER_GIVE_UP", PC_ORDER_GIVE_UP},
+    {"RECEIVE_POSTED", PC_RECEIVE_POSTED},
+    {"RECEIVE_HELD", PC_RECEIVE_HELD}, {"RECEIVE_READING", PC_RECEIVE_READING},
+    {"RECEIVE_ENDED", PC_RECEIVE_ENDED},
+    {"REQUEST_RECV", PC_RECV},
+    {"STATUS_REFUSED", PC_REFUSED}, {"STATUS_TAKEN_BACK", PC_TAKEN_BACK},
+    {"STATUS_NO_VALUE", PC_NO_VALUE},
+    {"STEP_SEND", PC_STEP_SEND}, {"STEP_RECV", PC_STEP_RECV},
+    {"STEP_RECV_SCRATCH", PC_STEP_RECV_SCRATCH}, {"STEP_REDUCE", PC_STEP_REDUCE},
+    {"STEP_COPY", PC_STEP_COPY}, {"STEP_EXTERNAL", PC_STEP_EXTERNAL},
+    {"VALUE_NOWHERE", PC_VALUE_NOWHERE}, {"VALUE_AT_SOURCE", PC_VALUE_AT_SOURCE},
+    {"VALUE_AT_TARGET", PC_VALUE_AT_TARGET},
+    {"WAY_BUFFER", PC_BUFFER}, {"WAY_MAY_PUSH", PC_MAY_PUSH}, {"WAY_OFFER", PC_OFFER},
+};
+
+static int add_tuple(PyObject *module, const char *name, const char *const *values,
+                     Py_ssize_t count) {
+    PyObject *tuple = PyTuple_New(count);
+    for (Py_ssize_t index = 0; tuple != NULL && index < count; index++) {
+        PyObject *value = PyUnicode_InternFromString(values[index]);
+        if (value == NULL || PyTuple_SetItem(tuple, index, value) < 0)
+            Py_CLEAR(tuple);
+    }
+    int status = tuple != NULL ? PyModule_AddObjectRef(module, name, tuple) : -1;
+    Py_XDECREF(tuple);
+    return status;
+}
+
 static int execute(PyObject *module) {
     pc_shared_init();
     pc_guard_init();
     int status = 0;
+    for (size_t index = 0; status == 0 && index < sizeof tuples / sizeof *tuples; index++)
+        status = add_tuple(module, tuples[index].name, tuples[index].values, tuples[index].count);
+    for (size_t index = 0; status == 0 && index < sizeof numbers / sizeof *numbers; index++)
+        status = PyModule_AddIntConstant(module, numbers[index].name, numbers[index].number);
     for (size_t index = 0; status == 0 && index < sizeof types / sizeof *types; index++)
         status = add_type(module, types[index].name, types[index].spec,
                           types[index].base != NULL ? *types[index].base : NULL,

@@ -17,7 +17,7 @@
 
 #include "base/core.h"
 
-/* Numbered as the names in pycoll/_arrays/operators.py. */
+/* module.c has their names. */
 enum pc_operator {
     PC_SUM,
     PC_PROD,

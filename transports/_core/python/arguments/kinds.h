@@ -1,4 +1,4 @@
-/* The collectives, numbered as in pycoll/_support/numbering.py. */
+/* The collectives; module.c has their names. */
 #ifndef PC_KINDS_H
 #define PC_KINDS_H
 

@@ -333,8 +333,9 @@ uint64_t pc_hash_dims(uint64_t seed, int ndim, const intptr_t *dims);
 /* Set the signature of a call on an array of this shape; `salt` tells apart what else must be the
    same. */
 void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims);
-/* Of a call of which the salt's upper half says what it is a part of: see PARTS in numbering.py. */
-enum { PC_PART_UNEVEN = 1, PC_PART_INTS = 5 };
+/* What a call may be a part of, as the upper half of its salt says: nothing, or a program's call
+   that needs several. */
+enum { PC_PART_UNEVEN = 1, PC_PART_MANY, PC_PART_GROUP, PC_PART_OPERATOR, PC_PART_INTS };
 void pc_sign_part(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims);
 
 /* (signature, shape) of what a rank has called; NULL with an exception */
