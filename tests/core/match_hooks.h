@@ -1,5 +1,4 @@
-/* Put before the sources of the matching (gcc -include): it counts what it looks at, and may be
-   told that there is no memory. */
+/* Put before the sources of the matching (gcc -include): it counts what it looks at. */
 #ifndef PYCOLL_MATCH_HOOKS_H
 #define PYCOLL_MATCH_HOOKS_H
 
@@ -8,7 +7,4 @@
 
 extern uint64_t looks;
 #define PC_LOOK() (looks++)
-
-void *scarce_calloc(size_t count, size_t nbytes);
-#define calloc scarce_calloc
 #endif

@@ -11,7 +11,6 @@
 #include "engine/address.h"
 #include "engine/match.h"
 
-#undef calloc
 #include <stdio.h>
 
 #define SMALL 64
@@ -24,10 +23,6 @@ static struct pc_posted *posted, *probes;
 static struct pc_unexpected *messages;
 static struct pc_addressed *parts;
 static size_t *shuffled;
-
-void *scarce_calloc(size_t count, size_t nbytes) {
-    return calloc(count, nbytes);
-}
 
 static void check(bool holds, const char *what) {
     if (holds)
