@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import math
 import os
 import time
 from pathlib import Path
@@ -122,62 +121,6 @@ def test_arrays_of_every_kind_and_layout_can_be_received_into(ranks: Any) -> Non
     ranks(program)
 
 
-@sizes(2)
-def test_a_longer_message_is_a_truncation_error_and_stays_first(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        for nbytes in (SMALL, LARGE):
-            if comm.rank == 0:
-                comm.send(numbered(1, nbytes), 1)
-                comm.send(numbered(2, 8), 1)
-                continue
-            short = np.zeros(nbytes - 1, "u1")
-            for receive in (comm.recv, lambda **how: comm.sendrecv(None, PROC_NULL, **how)):
-                with pytest.raises(pycoll.TruncationError, match=f"{nbytes} bytes"):
-                    receive(out=short)
-            assert not short.any()
-            assert comm.probe() == Status(0, 0, nbytes)
-            check(comm.recv(out=np.zeros(nbytes, "u1")), 1, nbytes)
-            check(comm.recv(), 2, 8)
-
-    ranks(program)
-
-
-@sizes(2)
-def test_a_message_that_did_not_fit_keeps_its_place_among_the_others(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        if comm.rank == 0:
-            for i in range(6):
-                comm.send(numbered(i, 20), 1, tag=i)
-        else:
-            comm.probe(0, tag=5)
-            for tag in (3, 5, 1):
-                with pytest.raises(pycoll.TruncationError):
-                    comm.recv(0, tag, out=np.zeros(3, "u1"))
-                with pytest.raises(pycoll.MismatchError):
-                    comm.recv(0, tag, out=np.zeros(30, "i1"))
-            for i in range(6):
-                check(comm.recv(0), i, 20)
-
-    ranks(program)
-
-
-@sizes(2)
-def test_another_dtype_than_that_of_out_is_a_mismatch_and_stays_first(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        sent = [np.arange(8), np.arange(8.0), "an object", np.arange(LARGE)]
-        if comm.rank == 0:
-            for x in sent:
-                comm.send(x, 1)
-        else:
-            for x in sent:
-                with pytest.raises(pycoll.MismatchError, match="rank 0 sent"):
-                    comm.recv(0, out=np.zeros(8, "f4"))
-                np.testing.assert_equal(comm.recv(0), x)
-        assert comm.all_reduce(1) == 2
-
-    ranks(program)
-
-
 @sizes(1, 3)
 def test_sendrecv_in_place_replaces_what_is_sent(ranks: Any) -> None:
     def program(comm: Comm) -> None:
@@ -203,110 +146,6 @@ def test_a_wait_costs_no_cpu_after_messages_to_oneself(ranks: Any) -> None:
             with pytest.raises(pycoll.OperationTimeout):
                 comm.recv(comm.rank, timeout=0.5)
             assert time.process_time() - before < 0.25
-
-    ranks(program)
-
-
-@sizes(2)
-def test_a_receive_that_times_out_is_withdrawn_and_takes_nothing(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        if comm.rank == 1:
-            for timeout in (0, 0.05):
-                with pytest.raises(pycoll.OperationTimeout, match=r"recv\(source=0, tag=3\)"):
-                    comm.recv(0, 3, timeout=timeout)
-            with pytest.raises(TimeoutError):
-                comm.recv(timeout=0.01)
-        comm.barrier()
-        for nbytes in (SMALL, LARGE):
-            if comm.rank == 0:
-                comm.send(numbered(1, nbytes), 1, 3)
-            else:
-                check(comm.recv(0, 3, timeout=math.inf), 1, nbytes)
-
-    ranks(program)
-
-
-@sizes(2)
-def test_a_send_that_times_out_is_withdrawn_and_never_received(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        said = r"send\(uint8\[300000\], dest=1"
-        if comm.rank == 0:
-            for timeout in (0, 0.05):
-                with pytest.raises(pycoll.OperationTimeout, match=said):
-                    comm.send(numbered(1, LARGE), 1, timeout=timeout)
-            comm.send("now", 1, tag=1)
-            comm.send(numbered(2, LARGE), 1)
-        else:
-            assert comm.recv(0, tag=1) == "now"
-            check(comm.recv(0), 2, LARGE)
-            assert comm.iprobe() is None
-        assert comm.all_reduce(1) == 2
-
-    ranks(program)
-
-
-@sizes(2)
-def test_transfers_that_time_out_half_way_lose_and_double_nothing(ranks: Any) -> None:
-    def program(comm: Comm, impatient: int) -> int:
-        attempts = 0
-        for i in range(4):
-            # Shared memory moves this in 2 ms.
-            nbytes, timeout, done = 24 * MiB + i, 0.0002 * 1.5**i, False
-            while not done:
-                attempts += 1
-                how = {"timeout": timeout if comm.rank == impatient else None}
-                timeout *= 1.5
-                try:
-                    if comm.rank == 0:
-                        comm.send(numbered(i, nbytes), 1, **how)
-                    else:
-                        check(comm.recv(0, **how), i, nbytes)
-                    done = True
-                except pycoll.OperationTimeout:
-                    assert comm.rank == impatient
-                    assert attempts < 100
-        comm.barrier()
-        assert comm.iprobe() is None
-        return attempts
-
-    for impatient in (0, 1):
-        number = 0
-        for _ in range(10):  # who is put aside for long finds that all has been done in time
-            attempts = ranks(program, impatient)
-            assert attempts[1 - impatient] == 4
-            number = max(number, attempts[impatient])
-            if number > 4:
-                break
-        assert number > 4
-
-
-@sizes(2)
-def test_a_send_that_times_out_as_it_is_received_is_received_once_or_never(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        rng = np.random.default_rng(1)
-        filling = 0
-        if comm.rank == 0:
-            # Buffer as much as is allowed, so that short and empty messages wait for receives, too.
-            for nbytes in (60_000, 0):
-                with contextlib.suppress(pycoll.OperationTimeout):
-                    while True:
-                        comm.send(numbered(0, nbytes), 1, tag=1, timeout=0.02)
-                        filling += 1
-        for i in range(200):
-            nbytes = (0, 10, LARGE)[i % 3]
-            if comm.rank == 1:
-                check(comm.recv(0, tag=0), i, nbytes)
-                continue
-            for _ in range(1000):
-                try:
-                    comm.send(numbered(i, nbytes), 1, timeout=rng.random() * 0.001)
-                    break
-                except pycoll.OperationTimeout:
-                    continue
-        for _ in range(comm.broadcast(filling)):
-            assert comm.rank == 0 or not comm.recv(0, tag=1).any()
-        comm.barrier()
-        assert comm.iprobe() is None
 
     ranks(program)
 
@@ -405,37 +244,5 @@ def test_closing_a_communicator_ends_what_other_threads_wait_for_on_it(ranks: An
         in_threads(wait, close)
         assert comm.recv(comm.rank) == "waiting"
         assert comm.all_reduce(1) == comm.size
-
-    ranks(program)
-
-
-@sizes(2, 3)
-def test_threads_use_their_own_communicators_at_once(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        me, size = comm.rank, comm.size
-        comms = [comm, comm.dup(), comm.dup()]
-
-        def work(which: int) -> None:
-            mine = comms[which]
-            for i in range(40):
-                x = np.full((10, 100_000)[i % 8 == 7], i + which)
-                assert (mine.all_reduce(x) == size * (i + which)).all()
-                got = mine.sendrecv((which, i, me), (me + 1) % size, (me - 1) % size)
-                assert got == (which, i, (me - 1) % size)
-
-        in_threads(*[lambda which=which: work(which) for which in range(3)])
-
-    ranks(program)
-
-
-@sizes(2)
-def test_messages_and_collectives_of_one_communicator_do_not_meet(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        other = 1 - comm.rank
-        for i in range(30):
-            comm.send(("message", i), other)
-            assert comm.all_reduce(i) == 2 * i
-            assert comm.broadcast(("broadcast", i) if comm.rank else None, 1) == ("broadcast", i)
-        assert [comm.recv(other) for _ in range(30)] == [("message", i) for i in range(30)]
 
     ranks(program)

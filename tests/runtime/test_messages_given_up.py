@@ -217,31 +217,6 @@ def test_a_receive_is_cancelled_at_any_moment_and_nothing_is_lost(ranks: Any) ->
 
 
 @on(2)
-def test_cancelled_ones_leave_gaps_in_the_row_of_receives(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        count = 12
-        if comm.rank == 1:
-            receives = [comm.irecv((0, ANY_SOURCE)[i % 2], 3) for i in range(count)]
-            kept = [i for i in range(count) if i % 3]
-            for i in set(range(count)) - set(kept):
-                assert receives[i].cancel()
-                assert not receives[i].cancel()
-            again = comm.persistent.recv(0, 3).start()
-            assert again.cancel()
-            again.start()
-            comm.send(len(kept), 0)
-            for place, i in enumerate(kept):
-                check(receives[i].wait(), place, LARGE)
-                assert not receives[i].cancel()
-            check(again.wait(), len(kept), LARGE)
-        else:
-            for i in range(comm.recv(1) + 1):
-                comm.send(numbered(i, LARGE), 1, 3)
-
-    ranks(program)
-
-
-@on(2)
 def test_another_thread_cancels_what_one_waits_for(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         request = comm.irecv(1 - comm.rank)
@@ -332,59 +307,6 @@ def test_messages_for_a_closed_communicator_keep_nobody_waiting(ranks: Any) -> N
             assert again.sendrecv(comm.rank, other, other, 9, 9) == other
             assert again.iprobe() is None
         assert comm.all_reduce(1) == 2
-
-    ranks(program)
-
-
-def collectives(comm: Comm, me: int) -> list[Any]:
-    """Start many collectives in a row."""
-    large = np.arange(LARGE) + me
-    requests = []
-    for i in range(6):
-        requests += [
-            comm.iall_reduce(me + i),
-            comm.iall_gather((me, i)),
-            comm.iall_reduce(large + i),
-            comm.ibroadcast(("from", i) if me == i % comm.size else None, root=i % comm.size),
-            comm.ibarrier(),
-            comm.igather(np.array([me, i]), root=(i + 1) % comm.size),
-        ]
-    return requests
-
-
-def check_collectives(comm: Comm, results: list[Any]) -> None:
-    size, everyone = comm.size, range(comm.size)
-    for i in range(6):
-        total, gathered, sums, told, nothing, rows = results[6 * i : 6 * i + 6]
-        assert total == sum(everyone) + i * size
-        assert gathered == [(rank, i) for rank in everyone]
-        np.testing.assert_array_equal(sums, size * (np.arange(LARGE) + i) + sum(everyone))
-        assert told == ("from", i)
-        assert nothing is None
-        if comm.rank == (i + 1) % size:
-            assert rows.tolist() == [[rank, i] for rank in everyone]
-
-
-@on(3)
-def test_collectives_that_one_rank_starts_long_before_the_others(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        for early in range(comm.size):
-            if comm.rank == early:
-                requests = collectives(comm, comm.rank)
-                for other in range(comm.size):
-                    if other != early:
-                        comm.send("started", other, tag=1)
-                # All that it could send for them goes on its way before the others begin.
-                for other in range(comm.size):
-                    if other != early:
-                        assert comm.recv(other, tag=2) == "seen"
-            else:
-                assert comm.recv(early, tag=1) == "started"
-                assert comm.iprobe() is None
-                comm.send("seen", early, tag=2)
-                requests = collectives(comm, comm.rank)
-            check_collectives(comm, pycoll.wait_all(requests))
-            comm.barrier()
 
     ranks(program)
 
