@@ -140,17 +140,6 @@ ok()
     scripts(2, text)
 
 
-def test_a_sendrecv_that_takes_long_goes_on_in_python(scripts: Scripts) -> None:
-    text = """
-peer, long = 1 - rank, np.arange(300_000.0)
-if rank == 1:
-    await_table((0, r"sendrecv\\(dest=1, source=1, tag=0\\)"))
-assert (comm.sendrecv(long, peer, peer, timeout=50) == long).all()
-ok()
-"""
-    scripts(2, text)
-
-
 def test_a_probe_waits_and_hears_that_nobody_can_send(job: Jobs) -> None:
     text = """
 if rank == 1:

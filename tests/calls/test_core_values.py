@@ -97,23 +97,6 @@ ok()
     scripts(2, text)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_receives_without_out_keep_their_order(scripts: Scripts, transport: str) -> None:
-    text = """
-peer = 1 - rank
-sizes = [3, 200_000, 0, 5, 30_000, 1]
-requests = [comm.irecv(peer, 1) for _ in sizes]
-comm.barrier()
-sent = [comm.isend(np.full(size, float(i)), peer, 1) for i, size in enumerate(sizes)]
-for i in (4, 1, 0, 5, 3, 2):
-    got = requests[i].wait()
-    assert got.shape == (sizes[i],) and (got == i).all(), (i, got)
-pycoll.wait_all(sent)
-ok()
-"""
-    scripts(2, text, transport)
-
-
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_what_python_receives_is_not_lost_when_time_is_short(
     scripts: Scripts, transport: str
@@ -138,23 +121,6 @@ for _ in range(10):
 ok()
 """
     scripts(2, text, transport)
-
-
-def test_a_peer_that_ends_ends_receives_without_out(job: Jobs) -> None:
-    text = """
-if rank == 1:
-    comm.send(np.ones(2), 0)
-    comm.recv(0)
-    os._exit(3)
-here, never = comm.irecv(1), comm.irecv(1)
-comm.send(None, 1)
-assert here.wait().tolist() == [1, 1]
-error = error_of(never.wait)
-assert isinstance(error, pycoll.PeerFailed) and error.rank == 1, repr(error)
-ok()
-"""
-    done = job(2, text)
-    assert done.content == [0], done.stdout + done.stderr
 
 
 def test_waits_of_many_kinds_find_what_python_makes(scripts: Scripts) -> None:
@@ -297,20 +263,6 @@ for name, call in {{
     began = time.monotonic()
     error_like(pycoll.OperationTimeout, name + ".*was not done by its deadline", call)
     assert time.monotonic() - began >= seconds
-ok()
-"""
-    scripts(2, text)
-
-
-def test_a_receive_that_was_given_up_leaves_its_message(scripts: Scripts) -> None:
-    text = """
-peer, long = 1 - rank, np.arange(300_000.0)
-for out in (None, np.zeros(3)):
-    error_like(pycoll.OperationTimeout, "recv", comm.recv, peer, 1, out, timeout=0.15)
-comm.barrier()
-sent = comm.isend(long, peer, 1)
-assert (comm.recv(peer, 1) == long).all()
-sent.wait()
 ok()
 """
     scripts(2, text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from pool_scripts import Scripts
-from script_jobs import Jobs
 
 TRANSPORTS = ["shm", "tcp"]  # by the second all goes its usual way: what a program sees is the same
 
@@ -149,18 +148,3 @@ for turn, n in enumerate(lengths):
 ok()
 """
     scripts(size, text)
-
-
-def test_a_rank_that_dies_ends_the_receive_of_another(job: Jobs) -> None:
-    text = """
-if rank == 1:
-    comm.send(array(1), 0)
-    comm.recv(0)  # a rank that is killed takes along what was not received
-    os.kill(os.getpid(), signal.SIGKILL)
-assert received() == 1
-comm.send(None, 1)
-peer_failed(1, SIGKILL, received)
-ok()
-"""
-    done = job(2, COUNT + text, "--transport", "shm")
-    assert done.content == [0], done.stderr
