@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import pickle
 import threading
@@ -253,30 +252,6 @@ def test_the_same_request_twice_a_generator_and_what_is_no_request(ranks: Any) -
             comm.persistent.recv(other, timeout=1)
         with pytest.raises(TypeError, match="cannot be pickled"):
             pickle.dumps(request)
-
-    ranks(program)
-
-
-@sizes(2)
-def test_threads_that_share_a_list_get_each_request_once(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        count, other = 200, 1 - comm.rank
-        requests = [comm.irecv(other, tag=i) for i in range(count)]
-        got: list[tuple[int, Any]] = []
-
-        def take() -> None:
-            with contextlib.suppress(ValueError):  # no request is left
-                while True:
-                    got.append(pycoll.wait_any(requests))
-
-        threads = [threading.Thread(target=take) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for i in range(count):
-            comm.send(10 * i, other, tag=i)
-        for thread in threads:
-            thread.join()
-        assert sorted(got) == [(i, 10 * i) for i in range(count)]
 
     ranks(program)
 

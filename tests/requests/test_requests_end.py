@@ -290,22 +290,6 @@ ok()
     all_well(done, 2)
 
 
-def test_closing_a_communicator_ends_its_requests(scripts: Scripts) -> None:
-    scripts(
-        2,
-        """
-other = comm.dup()
-pending = [other.irecv(1 - rank), other.irecv(1 - rank, tag=3)]
-other.close()
-for request in pending:
-    error_like(pycoll.Error, "is closed", request.wait)
-error_like(pycoll.Error, "is closed", other.iall_reduce, 1)
-assert comm.iall_reduce(1).wait() == 2
-ok()
-""",
-    )
-
-
 def test_a_fork_beside_pending_requests_harms_nobody(job: Any) -> None:
     done = job(
         2,
