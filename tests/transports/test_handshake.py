@@ -333,16 +333,6 @@ def test_after_another_job_has_cut_it_so_often_a_rank_gives_up_and_says_so() -> 
         assert one.failures == {1: reason}
 
 
-def test_a_connection_that_is_refused_says_so() -> None:
-    rank = Rank(0)
-    with ranks(rank):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            endpoint = endpoint_of(server)
-        rank.dialer.dial(PeerLane(1, 0), endpoint)
-        run(lambda: bool(rank.failures), rank)
-        assert rank.failures == {1: "it does not answer (connection refused)"}
-
-
 def test_only_so_many_strangers_are_kept_and_the_oldest_goes() -> None:
     rank, other = Rank(0), Rank(1)
     with ranks(rank, other), contextlib.ExitStack() as stack:

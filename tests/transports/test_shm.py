@@ -8,7 +8,6 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,12 +38,6 @@ def world() -> Iterator[World]:
 
 def pattern(nbytes: int) -> bytes:
     return np.random.default_rng(nbytes).bytes(nbytes)
-
-
-def transport_of(world: World, rank: int) -> CoreTransport:
-    transport = world.nodes[rank].transport
-    assert isinstance(transport, CoreTransport)
-    return transport
 
 
 # --- rings and heaps -------------------------------------------------------------------------
@@ -141,17 +134,6 @@ def test_a_heap_full_of_what_one_rank_does_not_take_does_not_stop_the_others() -
         for arrival in world.arrivals(peer, per_peer):
             assert world.receive(arrival) == bytes(EAGER_LIMIT)
     world.close()
-
-
-def test_close_waits_for_a_receiver_whose_ring_is_full(world: World) -> None:
-    number = 5000
-    for i in range(number):
-        world.send(0, 1, b"%d" % i, bytes(EAGER_LIMIT + 1))
-    closing = threading.Thread(target=world.nodes[0].transport.close, args=(20.0,))
-    closing.start()
-    world.run(lambda: world.nodes[1].ended == [0], ranks=[1])
-    closing.join()
-    assert [a.header for a in world.nodes[1].arrivals] == [b"%d" % i for i in range(number)]
 
 
 def test_what_makes_no_sense_is_a_lost_link_and_no_crash() -> None:

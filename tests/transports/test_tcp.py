@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 import resource
 import select
 import shutil
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
-from tcp_world import KINDS, LANES, TcpWorld, pattern
+from tcp_world import KINDS, TcpWorld, pattern
 from tiers import few
 from transport_world import DEADLINE_S, over_tcp
 
@@ -32,30 +31,6 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 
 def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", few(range(3), range(3, 30)))
-def test_two_that_send_at_once_get_one_link(kind: str, seed: int) -> None:
-    chooser = random.Random(seed)
-    for _ in range(10):
-        world = TcpWorld(kind)
-        before = num_descriptors()
-        senders = chooser.sample([0, 1], 2)
-        for sender in senders:
-            world.send(sender, 1 - sender, b"%d" % sender, b"x")
-            for _ in range(chooser.randrange(5)):
-                world.nodes[chooser.randrange(2)].transport.progress()
-        deadline = time.monotonic() + DEADLINE_S
-        while not all(node.arrivals for node in world.nodes):
-            assert time.monotonic() < deadline, "not in time"
-            world.nodes[chooser.randrange(2)].transport.progress()
-        world.run(world.is_linked)
-        world.quiet(0, 1)
-        world.quiet(1, 0)
-        assert num_descriptors() == before + 2 * LANES[kind]
-        assert world.losses == []
-        world.close()
 
 
 def reset(connection: socket.socket) -> None:
@@ -159,8 +134,7 @@ def test_a_stopped_peer_is_not_lost_and_goes_on(stopped_s: float) -> None:
         assert peer.wait(DEADLINE_S) == 0
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_wrong_key_makes_no_link_and_both_sides_say_why(seed: int) -> None:
+def test_a_wrong_key_makes_no_link_and_both_sides_say_why() -> None:
     world = TcpWorld("tcp")
     world.nodes[1].transport.close(0.0)
     world.nodes[1].transport.end()
@@ -169,9 +143,7 @@ def test_a_wrong_key_makes_no_link_and_both_sides_say_why(seed: int) -> None:
     addresses = [node.transport.address() for node in world.nodes]
     for node in world.nodes:
         node.transport.start(addresses, node)
-    transfers = [
-        world.send(rank, 1 - rank, b"h", bytes(2 * EAGER_LIMIT)) for rank in (seed, 1 - seed)
-    ]
+    transfers = [world.send(rank, 1 - rank, b"h", bytes(2 * EAGER_LIMIT)) for rank in (0, 1)]
     world.run(lambda: all(node.lost_peers for node in world.nodes))
     for rank, node in enumerate(world.nodes):
         assert "another job" in node.lost_peers[1 - rank]
@@ -264,7 +236,7 @@ def test_a_forked_child_holds_no_connection_open(kind: str) -> None:
 
 def test_links_that_fail_leave_no_descriptor_behind() -> None:
     before = num_descriptors()
-    test_a_wrong_key_makes_no_link_and_both_sides_say_why(1)  # tries for seconds
+    test_a_wrong_key_makes_no_link_and_both_sides_say_why()
     for _ in range(3):
         test_a_connection_that_is_refused_is_a_lost_link()
         test_a_connection_cut_under_a_transfer_is_told_once_and_fails_all_after_the_verdict(

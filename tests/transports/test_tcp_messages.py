@@ -6,7 +6,6 @@ import select
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from tcp_world import KINDS, TcpWorld, pattern
@@ -100,76 +99,12 @@ def come_partly(world: TcpWorld, data: bytes) -> tuple[Arrival, Transfer]:
     return arrival, transfer
 
 
-def test_a_pushed_message_may_be_accepted_before_it_comes(world: TcpWorld) -> None:
-    data, into = pattern(PUSHED), bytearray(PUSHED)
-    accepted: list[Transfer] = []
-    world.nodes[1].arrived = lambda a: accepted.append(a.accept(memoryview(into)))  # type: ignore[method-assign]
-    transfer = push(world, data)
-    world.run(lambda: bool(accepted) and accepted[0].done and transfer.done)
-    assert into == data
-
-
 def test_a_pushed_message_may_be_accepted_while_it_comes(world: TcpWorld) -> None:
     data, into = pattern(PUSHED), bytearray(PUSHED)
     arrival, _ = come_partly(world, data)
     receiving = arrival.accept(memoryview(into))
     assert not receiving.done
     world.run(lambda: receiving.done)
-    assert into == data
-
-
-def test_a_pushed_message_may_be_accepted_after_it_has_come(world: TcpWorld) -> None:
-    data, into = pattern(PUSHED), bytearray(PUSHED)
-    push(world, data)
-    (arrival,) = world.arrivals(1, 1)
-    world.quiet(1, 0)
-    assert arrival.payload is None
-    assert arrival.accept(memoryview(into)).done
-    assert into == data
-
-
-@pytest.mark.parametrize("when", ["before", "while", "after", "accepted"])
-def test_a_pushed_message_that_is_dropped_gives_its_credit_back(world: TcpWorld, when: str) -> None:
-    data = pattern(PUSHED)
-    if when == "before":
-        world.nodes[1].arrived = lambda arrival: arrival.release()  # type: ignore[method-assign]
-        transfer = push(world, data)
-        world.run(lambda: transfer.done)
-        del world.nodes[1].arrived
-    elif when == "after":
-        transfer = push(world, data)
-        (arrival,) = world.arrivals(1, 1)
-        world.quiet(1, 0)
-        arrival.release()
-    else:
-        arrival, transfer = come_partly(world, data)
-        if when == "accepted":
-            into = bytearray(PUSHED)
-            arrival.accept(memoryview(into)).cancel()
-            came = bytes(into)
-        else:
-            arrival.release()
-    world.run(lambda: transfer.done)
-    world.quiet(1, 0)
-    if when == "accepted":
-        assert into == came
-    world.nodes[1].arrivals.clear()
-    world.quiet(0, 1)
-    # With the credit the next one comes unasked: else it would not be done before it is accepted.
-    again = push(world, data)
-    world.run(lambda: again.done)
-    world.quiet(1, 0)
-
-
-def test_a_pushed_message_outlives_its_sender_if_it_is_all_there(world: TcpWorld) -> None:
-    data, into = pattern(PUSHED), bytearray(PUSHED)
-    push(world, data)
-    (arrival,) = world.arrivals(1, 1)
-    world.quiet(1, 0)
-    world.kill(0)
-    world.run(lambda: 0 in world.nodes[1].lost_peers, ranks=[1])
-    world.transport(1).forget(0, "killed")
-    assert arrival.accept(memoryview(into)).done
     assert into == data
 
 
@@ -189,31 +124,6 @@ def test_a_pushed_message_of_which_the_sender_is_gone_fails(world: TcpWorld, whe
         receiving = arrival.accept(into)
     assert receiving is not None
     assert isinstance(receiving.error, PeerFailed)
-
-
-def test_a_receive_that_ends_may_be_redirected_by_a_message_that_came_before(
-    world: TcpWorld,
-) -> None:
-    world.link()
-    data = pattern(30_000)
-    into, elsewhere = bytearray(len(data)), bytearray(len(data))
-    world.transport(0).offer(1, b"offered", [memoryview(data)])
-    (arrival,) = world.arrivals(1, 1)
-    receiving = arrival.accept(memoryview(into))
-    seen: list[Any] = []
-
-    def arrived(arrival: Arrival) -> None:
-        seen.append(receiving.done)
-        receiving.redirect(memoryview(elsewhere))
-        arrival.release()
-
-    world.nodes[1].arrived = arrived  # type: ignore[method-assign]
-    world.send(0, 1, b"small", b"x")
-    # Both are there when the receiver looks: the message, and the end of the payload behind it.
-    world.run(lambda: not world.nodes[0].transport.progress(), ranks=[0])
-    world.run(lambda: receiving.done)
-    assert seen == [False]
-    assert elsewhere == data
 
 
 # --- the end ---------------------------------------------------------------------------------

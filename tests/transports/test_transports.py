@@ -281,7 +281,7 @@ def test_a_redirected_receive_ends_complete_in_its_new_place(pair: World) -> Non
 
 def test_close_delivers_what_was_buffered_and_then_says_goodbye(world: World) -> None:
     number = 1000
-    for i in range(number):
+    for i in range(number):  # more than a ring of shared memory has room for
         world.send(0, 1, b"%d" % i, b"x" * 100)
     world.leave(0)
     world.nodes[0].transport.close(5.0)  # a second time does nothing
