@@ -310,21 +310,6 @@ ok()
 
 
 @pytest.mark.parametrize("count", [1, 200_000])
-def test_a_rank_that_dies_fails_the_others(job: Jobs, count: int) -> None:
-    text = f"""
-counts = [0, {count}, 0]
-comm.reduce_scatterv(np.ones({count}), counts)
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-error = error_of(comm.reduce_scatterv, np.ones({count}), counts, within=30)
-assert isinstance(error, pycoll.PeerFailed) and error.rank == 1, error
-ok()
-"""
-    done = job(3, text, "--transport", "shm")
-    assert done.content == [0, 2], done.stderr
-
-
-@pytest.mark.parametrize("count", [1, 200_000])
 def test_ctrl_c_ends_a_call_that_waits(scripts: Scripts, count: int) -> None:
     text = f"""
 counts = [{count}, 0]

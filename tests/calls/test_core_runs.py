@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 from pool_scripts import Scripts
-from script_jobs import Jobs
 from tiers import exhaustive
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
@@ -140,50 +139,3 @@ assert [a.sum() + b.sum() for a, b, _, _ in kept] == before
 ok()
 """
     scripts(3, text, transport)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_operator_that_raises_ends_the_call(scripts: Scripts, transport: str) -> None:
-    text = """
-class Boom(Exception):
-    pass
-
-def fails(a, b):
-    raise Boom
-
-def call():
-    op = pycoll.Op(fails, elementwise=True)
-    comm.iall_reduce(np.arange(100_000), op, algorithm="ring").wait()
-
-try:
-    call()
-except (Boom, pycoll.PeerFailed):
-    ok()
-"""
-    scripts(3, text, transport)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_disagree_hear_so(scripts: Scripts, transport: str) -> None:
-    text = """
-def differ():
-    comm.ireduce_scatterv(np.ones(4), [2, 2] if rank == 0 else [1, 3]).wait()
-
-error_like(pycoll.MismatchError, "reduce_scatterv", differ)
-ok()
-"""
-    scripts(2, text, transport)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_dies_ends_the_composite_calls_of_the_others(job: Jobs, transport: str) -> None:
-    text = """
-if rank == 1:
-    comm.recv(0), comm.recv(2)  # after a barrier the others might still be in it
-    os.kill(os.getpid(), signal.SIGKILL)
-comm.send("here", 1)
-peer_failed(1, SIGKILL, lambda: comm.iall_gatherv(np.ones(rank + 100_000)).wait())
-ok()
-"""
-    done = job(3, text, "--transport", transport)
-    assert done.content == [0, 2], done.stderr

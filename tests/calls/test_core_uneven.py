@@ -234,19 +234,6 @@ ok()
     scripts(2, text)
 
 
-def test_a_rank_that_dies_fails_the_others_and_a_late_one_is_shown(job: Jobs) -> None:
-    text = """
-comm.all_gatherv(np.ones(2))
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-error = error_of(comm.all_gatherv, np.ones(2), within=30)
-assert isinstance(error, pycoll.PeerFailed) and error.rank == 1, error
-ok()
-"""
-    done = job(2, text, "--transport", "shm")
-    assert done.content == [0], done.stderr
-
-
 def test_who_fails_between_the_rounds_has_given_up(scripts: Scripts) -> None:
     text = """
 comm.all_gatherv(np.ones(2))

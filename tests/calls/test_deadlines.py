@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from core_counting import COUNTING
 from pool_scripts import Scripts
-from script_jobs import Jobs, all_well
 from tiers import few
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
@@ -286,63 +285,3 @@ assert comm.all_reduce(x, timeout=50)[0] == 2
 ok()
 """
     scripts(2, text)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_stopped_rank_is_waited_for_until_the_deadline(job: Jobs, transport: str) -> None:
-    text = f"""{CALLS}
-import subprocess
-x, late = np.ones(LONG), comm.dup()
-for c in (comm, late):
-    c.all_reduce(x, timeout=50)
-if rank == 0:
-    pid = comm.recv(1)
-    comm.send("I begin", 1)
-    while open(f"/proc/{{pid}}/stat").read().rpartition(")")[2].split()[0] != "T":
-        pass
-    ends_in_time("all_reduce", lambda: late.all_reduce(x, timeout=0.3), 0.3)
-    os.kill(pid, signal.SIGCONT)
-else:
-    comm.send(os.getpid(), 0)
-    comm.recv(0)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    try:  # rank 0 may have sent all that it takes
-        late.all_reduce(x, timeout=50)
-    except pycoll.OperationTimeout:
-        pass
-    error_like(pycoll.OperationTimeout, "rank 0: all_reduce", late.barrier)
-assert comm.all_reduce(x, timeout=50)[-1] == 2
-ok()
-"""
-    all_well(job(2, text, "--transport", transport), 2)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_death_ends_a_call_before_its_deadline(job: Jobs, transport: str) -> None:
-    text = """
-x = np.ones(3)
-comm.all_reduce(x, timeout=50)
-if rank == 0:
-    peer_failed(1, SIGKILL, comm.all_reduce, x, timeout=30)
-    ok()
-else:
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert job(2, text, "--transport", transport).content == [0]
-
-
-def test_ctrl_c_ends_a_call_before_its_deadline(job: Jobs) -> None:
-    text = """
-x, other = np.ones(3), comm.dup()
-other.all_reduce(x, timeout=50)
-if rank == 0:
-    comm.send(os.getpid(), 1)
-    error_like(KeyboardInterrupt, "", other.all_reduce, x, timeout=30)
-else:
-    pid = comm.recv(0)
-    await_table((0, "all_reduce"))
-    os.kill(pid, signal.SIGINT)
-assert comm.all_reduce(x, timeout=50)[0] == 2
-ok()
-"""
-    all_well(job(2, text), 2)

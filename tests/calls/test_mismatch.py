@@ -312,21 +312,3 @@ def test_messages_wait_in_other_communicators_while_one_breaks(ranks: Any) -> No
         assert [comm.recv(other), comm.recv(other)] == ["before", "after"]
 
     ranks(program)
-
-
-@sizes(2)
-def test_an_operator_that_raises_breaks_its_communicator_alone(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        def fails(a: Any, b: Any) -> Any:
-            raise ZeroDivisionError("in the operator")
-
-        with comm.dup() as broken:
-            expected = ZeroDivisionError if comm.rank == 0 else pycoll.PeerFailed
-            with pytest.raises(expected, match="in the operator"):  # noqa: PT012
-                broken.reduce(np.ones(3), fails)
-                broken.barrier()
-            with pytest.raises(pycoll.PeerFailed, match="in the operator"):
-                broken.barrier()
-        assert comm.all_reduce(1) == comm.size
-
-    ranks(program)

@@ -165,7 +165,7 @@ ok()
     scripts(2, NATIVE + text)
 
 
-def test_calls_that_are_repeated_cause_no_page_faults(job: Any) -> None:
+def test_calls_that_are_repeated_cause_no_page_faults(scripts: Scripts) -> None:
     text = """
 import resource
 for nbytes in (8, 4096, 65536, 1 << 20, 9 << 20):  # the last one in two pieces
@@ -187,11 +187,10 @@ for nbytes in (8, 4096, 65536, 1 << 20, 9 << 20):  # the last one in two pieces
         assert faults <= 16 + calls // 50, (nbytes, faults, calls)
 ok()
 """
-    done = job(2, NATIVE + text)
-    all_well(done, 2)
+    scripts(2, NATIVE + text)
 
 
-def test_waiting_for_a_late_rank_takes_no_processor_time(job: Any) -> None:
+def test_waiting_for_a_late_rank_takes_no_processor_time(scripts: Scripts) -> None:
     text = """
 def spent_in(call, late_s):
     "Seconds of processor time, beside what the call itself takes."
@@ -222,8 +221,7 @@ for name, call in (
         assert rank == 1, (name, spent, work)
 ok()
 """
-    done = job(2, NATIVE + text)
-    all_well(done, 2)
+    scripts(2, NATIVE + text)
 
 
 def test_one_thread_is_in_native_calls_while_another_one_sends_and_receives(
@@ -285,27 +283,43 @@ ok()
     scripts(2, NATIVE + text)
 
 
-@pytest.mark.parametrize("count", [1, 1 << 21], ids=["small", "large"])
-def test_ctrl_c_in_a_native_wait_breaks_only_that_communicator(job: Any, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "signum", "raised", "options"),
+    [
+        (1, "SIGINT", "KeyboardInterrupt", "timeout=60"),
+        (1 << 21, "SIGINT", "KeyboardInterrupt", ""),
+        (1, "SIGUSR1", "Alarm: it is time", ""),
+    ],
+)
+def test_what_a_signal_raises_in_a_native_wait_breaks_only_that_communicator(
+    scripts: Scripts, count: int, signum: str, raised: str, options: str
+) -> None:
     text = f"""
+class Alarm(Exception):
+    pass
+
+def handler(number, frame):
+    raise Alarm("it is time")
+
+cleanup.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, handler))
 x = np.ones({count})
-other = comm.dup()
+other = comm.dup(name="other")
 other.barrier()
+reason = "gave up all_reduce #1 on other ({raised})"
 if rank == 0:
-    pid = os.getpid()
-    comm.send(pid, 1)
-    error_like(KeyboardInterrupt, "", other.all_reduce, x, within=30)
+    comm.send(os.getpid(), 1)
+    kind = Alarm if "Alarm" in reason else KeyboardInterrupt
+    error_like(kind, "", other.all_reduce, x, within=30, **dict({options}))
 else:
     pid = comm.recv(0)
     await_table((0, "all_reduce"))
-    os.kill(pid, signal.SIGINT)
-    fails_soon("gave up all_reduce #1 on dup of world (KeyboardInterrupt)", other.all_reduce, x)
-peer_failed(0, "gave up all_reduce #1 on dup of world (KeyboardInterrupt)", other.barrier)
-peer_failed(0, "gave up all_reduce #1 on dup of world (KeyboardInterrupt)", other.barrier)
+    os.kill(pid, signal.{signum})
+    fails_soon(reason, other.all_reduce, x)
+peer_failed(0, reason, other.barrier)
+peer_failed(0, reason, other.barrier)
 check_all(comm)
 with comm.dup() as third:
     check_all(third)
 ok()
 """
-    done = job(2, NATIVE + text)
-    all_well(done, 2)
+    scripts(2, NATIVE + text)

@@ -44,34 +44,9 @@ ok()
     scripts(2, text)
 
 
-def test_what_a_signal_handler_raises_in_a_native_wait_comes_out_of_it(job: Any) -> None:
-    text = """
-class Alarm(Exception):
-    pass
-
-def handler(number, frame):
-    raise Alarm("it is time")
-
-signal.signal(signal.SIGUSR1, handler)
-other = comm.dup()
-other.barrier()
-if rank == 0:
-    comm.send(os.getpid(), 1)
-    error_like(Alarm, "it is time", other.barrier, within=30)
-else:
-    pid = comm.recv(0)
-    await_table((0, "barrier"))
-    os.kill(pid, signal.SIGUSR1)
-    fails_soon("gave up barrier #1 on dup of world (Alarm: it is time)", other.barrier)
-peer_failed(0, "gave up barrier #1 on dup of world (Alarm: it is time)", other.barrier)
-check_all(comm)
-ok()
-"""
-    done = job(2, NATIVE + text)
-    all_well(done, 2)
-
-
-def test_signals_at_any_moment_of_native_calls_end_them_on_all_ranks(job: Any) -> None:
+def test_signals_at_any_moment_of_native_calls_end_them_on_all_ranks(
+    scripts: Scripts,
+) -> None:
     # Rank 0 gets a signal while all make calls as quick as they can: in the core, at the door of
     # Python functions that it calls, or between two calls; then the barrier is another call.
     text = """
@@ -83,7 +58,7 @@ class Alarm(Exception):
 def handler(number, frame):
     raise Alarm
 
-signal.signal(signal.SIGUSR1, handler)
+cleanup.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, handler))
 pid = comm.broadcast(os.getpid())
 draw = random.Random(1)
 x, rows = np.ones(50_000), np.ones((size, 50_000))
@@ -118,13 +93,14 @@ for number in range(60):
     c.close()
 ok()
 """
-    all_well(job(3, NATIVE + text), 3)
+    scripts(3, NATIVE + text)
 
 
-def test_a_signal_handler_that_returns_does_not_end_a_native_wait(job: Any) -> None:
+def test_a_signal_handler_that_returns_does_not_end_a_native_wait(scripts: Scripts) -> None:
     text = """
 got = []
-signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+cleanup.callback(signal.signal, signal.SIGUSR1, before)
 comm.barrier()
 if rank == 0:
     comm.send(os.getpid(), 1)
@@ -139,8 +115,7 @@ else:
 check_all(comm)
 ok()
 """
-    done = job(2, NATIVE + text)
-    all_well(done, 2)
+    scripts(2, NATIVE + text)
 
 
 def test_a_forked_child_cannot_make_native_calls_and_harms_nobody(job: Any) -> None:
@@ -221,59 +196,6 @@ ok()
     all_well(done, 2)
 
 
-def test_a_timeout_in_a_native_wait_names_the_calls_of_all_ranks(scripts: Scripts) -> None:
-    text = """
-other, third = comm.dup(), comm.dup()
-for c in other, third:
-    c.barrier()
-if rank == 0:
-    error = error_like(pycoll.OperationTimeout, "", other.all_reduce, np.ones(3, "f4"), timeout=1.5)
-    text = str(error)
-    assert isinstance(error, TimeoutError)
-    assert re.search(r"rank 0: all_reduce\\(float32\\[3\\], op=sum", text), text
-    assert re.search(r"rank 1: barrier\\(", text), text
-    assert re.search(r"rank 2: recv\\(source=0", text), text
-    comm.send("done", 2)
-    third.barrier()
-elif rank == 1:
-    third.barrier()
-    error_like(pycoll.OperationTimeout, "all_reduce", other.barrier)
-else:
-    comm.recv(0)
-    third.barrier()
-    error_like(pycoll.OperationTimeout, "all_reduce", other.barrier)
-check_all(comm)
-ok()
-"""
-    scripts(3, NATIVE + text)
-
-
-def test_a_default_deadline_holds_for_native_waits(job: Any) -> None:
-    text = """
-if rank == 0:
-    error_like(pycoll.OperationTimeout, "barrier", comm.barrier)
-else:
-    error_of(comm.recv, 0, timeout=3.0)
-    error_like(pycoll.OperationTimeout, "barrier", comm.barrier)
-ok()
-"""
-    done = job(2, text, "--op-timeout", "1")
-    assert done.content == [0, 1], done.stderr
-
-
-def test_the_launcher_knows_who_waits_in_a_native_call(job: Any) -> None:
-    text = """
-other = comm.dup()  # on one communicator the two calls would be a mismatch
-if rank == 0:
-    await_table((1, r"barrier\\(.*for .* s"), (2, r"all_reduce\\(float64\\[2\\].* for .* s"))
-    ok()
-    os._exit(3)
-error_of(other.barrier if rank == 1 else lambda: comm.all_reduce(np.ones(2)), within=60)
-"""
-    done = job(3, text)
-    assert done.content == [0], done.stderr
-
-
 def test_who_gives_up_may_change_what_others_still_read_and_they_return_no_wrong_values(
     scripts: Scripts,
 ) -> None:
@@ -331,12 +253,10 @@ ok()
 
 @pytest.mark.parametrize(
     "call",
-    [
-        "comm.broadcast(x, 0)",
-        "comm.broadcast(x, 1)",
-        "comm.scatter(rows if rank == 0 else None, 0, out=x)",
-        "comm.gather(x, 1, out=rows if rank == 1 else None)",
-    ],
+    few(
+        ["comm.broadcast(x, 0)", "comm.gather(x, 1, out=rows if rank == 1 else None)"],
+        ["comm.broadcast(x, 1)", "comm.scatter(rows if rank == 0 else None, 0, out=x)"],
+    ),
 )
 def test_a_rank_that_is_killed_while_two_copy_ends_the_other_ones_call(job: Any, call: str) -> None:
     text = f"""

@@ -44,7 +44,8 @@ ok()
     assert "rank 0 failed after" in done.stderr
 
 
-def test_a_killed_rank_fails_every_collective_small_and_large(job: Any) -> None:
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_killed_rank_fails_every_collective_small_and_large(job: Any, transport: str) -> None:
     # Each collective has a communicator and a thread of its own. The last rank, which the others
     # need, calls none of them.
     done = job(
@@ -68,6 +69,12 @@ calls = {
     "all_gather of objects": lambda c, x: c.all_gather({1}),
     "scatter of objects": lambda c, x: c.scatter([1] * size if root else None, root=last),
     "all_to_all of objects": lambda c, x: c.all_to_all([1] * size),
+    "all_reduce with a deadline": lambda c, x: c.all_reduce(x, timeout=90),
+    "iall_reduce": lambda c, x: c.iall_reduce(x).wait(),
+    "all_gatherv": lambda c, x: c.all_gatherv(x),
+    "iall_gatherv": lambda c, x: c.iall_gatherv(x[rank:]).wait(),
+    "all_to_allv": lambda c, x: c.all_to_allv(list(x)),
+    "reduce_scatterv": lambda c, x: c.reduce_scatterv(x, [0, 0, 0, size]),
     "split": lambda c, x: c.split(rank % 2),
 }
 small, large = np.ones((size, 4)), np.ones((size, 1 << 17))
@@ -103,6 +110,8 @@ for thread in threads:
 assert sorted(contents) == sorted(2 * [*calls]), contents
 ok()
 """,
+        "--transport",
+        transport,
     )
     assert done.status == 137
     assert done.content == [0, 1, 2], done.stderr
@@ -263,7 +272,7 @@ ok()
     [
         ("sys.exit(3)", 3, "exit status 3"),
         pytest.param("os._exit(5)", 5, "exit status 5", marks=exhaustive),
-        ("os.abort()", 134, "killed by signal 6 (SIGABRT)"),
+        pytest.param("os.abort()", 134, "killed by signal 6 (SIGABRT)", marks=exhaustive),
         pytest.param("os.execvp('false', ['false'])", 1, "exit status 1", marks=exhaustive),
         ("raise RuntimeError('the cause')", 1, "raised RuntimeError"),
         ("raise KeyboardInterrupt", 130, "raised KeyboardInterrupt"),

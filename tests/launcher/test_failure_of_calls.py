@@ -44,10 +44,12 @@ while True:
     assert "pycoll-run: ended by SIGINT" in stderr
 
 
-def test_a_stopped_rank_has_not_failed_and_all_goes_on_when_it_continues(job: Any) -> None:
+def test_a_stopped_rank_has_not_failed_and_all_goes_on_when_it_continues(
+    scripts: Scripts,
+) -> None:
     # Longer than any limit after which a link or a rank could be given up: 5 s of the contract,
     # 3 s for a verdict, 2 s and three probes of the kernel's keep-alives.
-    done = job(
+    scripts(
         5,
         """
 pids, other, x = comm.all_gather(os.getpid()), comm.dup(), np.full(1 << 21, rank)
@@ -70,8 +72,6 @@ assert comm.all_reduce(rank) == 10
 ok()
 """,
     )
-    assert done.status == 0, done.stderr
-    assert done.content == [0, 1, 2, 3, 4], done.stderr
 
 
 def test_a_collective_out_of_time_names_itself_and_what_the_others_do_on_all_ranks(
@@ -109,8 +109,8 @@ ok()
     )
 
 
-def test_a_point_to_point_call_out_of_time_is_withdrawn(job: Any) -> None:
-    done = job(
+def test_a_point_to_point_call_out_of_time_is_withdrawn(scripts: Scripts) -> None:
+    scripts(
         3,
         """
 large = np.ones(1 << 20)
@@ -146,8 +146,6 @@ assert comm.all_reduce(rank) == 3
 ok()
 """,
     )
-    assert done.status == 0, done.stderr
-    assert done.content == [0, 1, 2], done.stderr
 
 
 def test_the_deadline_of_all_operations_comes_from_the_command_line_or_from_init(job: Any) -> None:
@@ -335,18 +333,3 @@ ok()
         transport,
     )
     assert (done.status, done.content) == (0, [0, 1]), done.stderr
-
-
-def test_iprobe_of_a_rank_that_has_ended_fails_like_recv(job: Any) -> None:
-    done = job(
-        2,
-        """
-if rank == 0:
-    error_like(pycoll.PeerFailed, "rank 1 .*exit status 0", comm.recv, 1)
-    peer_failed(1, "exit status 0", comm.iprobe, 1)
-    assert comm.iprobe(0) is None
-ok()
-""",
-    )
-    assert done.status == 0, done.stderr
-    assert done.content == [0, 1], done.stderr
