@@ -255,7 +255,8 @@ TCP = [
 MORE = [
     case
     for case in [*SHM, *TCP]
-    if case.kind in ("tags", "closed", "wait_any", "alarm", "persistent", "splits", "pipe")
+    if case.kind in ("tags", "closed", "wait", "wait_any", "alarm", "persistent", "splits", "pipe")
+    or case.kind in ("sleeps", "threads", "two communicators", "collective and receive")
     or (case.kind != "sends" and case in TCP)
 ]
 """Like others: of the exhaustive tier."""
