@@ -87,30 +87,6 @@ def test_every_algorithm_of_every_reduction_gives_the_sum(ranks: Any) -> None:
     ranks(program)
 
 
-@sizes(2, 5)
-def test_every_rank_can_be_root(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        me, size = comm.rank, comm.size
-        all_x = draw_all(3, size, "int16", (size, 3000))
-        for root in range(size):
-            for name in algorithms("broadcast"):
-                x = all_x[root] if me == root else None
-                check(comm.broadcast(x, np.int64(root), algorithm=name), all_x[root])
-            for name in algorithms("scatter"):
-                x = all_x[root] if me == root else None
-                check(comm.scatter(x, root, algorithm=name), all_x[root][me])
-            for name in algorithms("gather"):
-                got = comm.gather(all_x[me], root=root, algorithm=name)
-                assert (got is not None) == (me == root)
-                assert got is None or np.array_equal(got, np.stack(all_x))
-            for name in algorithms("reduce"):
-                got = comm.reduce(all_x[me], root=root, algorithm=name)
-                assert (got is not None) == (me == root)
-                assert got is None or np.array_equal(got, reduced("sum", all_x))
-
-    ranks(program)
-
-
 @sizes(1, 2, 3, more=(8,))
 def test_every_operator_reduces_every_dtype_it_takes(ranks: Any) -> None:
     def program(comm: Comm) -> None:

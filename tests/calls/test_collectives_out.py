@@ -9,11 +9,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import pytest
 from collective_cases import Array, Comm, algorithms, draw_all, reduced
 from tiers import sizes
-
-import pycoll
 
 
 def spaced(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -184,40 +181,6 @@ def test_a_rank_may_run_ahead_of_the_others(ranks: Any) -> None:
     ranks(program)
 
 
-@sizes(2, 5)
-def test_calls_of_dup_and_split_communicators_never_meet(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        me, size = comm.rank, comm.size
-        twin = comm.dup()
-        parts = comm.split(me % 2, key=-me)
-        members = [rank for rank in reversed(range(size)) if rank % 2 == me % 2]
-        assert (parts.size, members[parts.rank]) == (len(members), me)
-        assert parts.all_gather(me) == members
-        # The same calls on all three, in an order that differs from rank to rank: point to point
-        # first, all of it under way at once.
-        order = np.random.default_rng(me).permutation(3)
-        comms = [comm, twin, parts]
-        for which in order:
-            c = comms[which]
-            c.send(f"for {which}", (c.rank + 1) % c.size, tag=3)
-        for which in reversed(order):
-            c = comms[which]
-            assert c.recv((c.rank - 1) % c.size, tag=3) == f"for {which}"
-        for i in range(20):
-            comm.broadcast(("comm", i) if me == 0 else None)
-            assert twin.all_reduce(i) == i * size
-            assert parts.all_reduce(me, "max") == max(members)
-            assert comm.all_gather((me, i)) == [(rank, i) for rank in range(size)]
-        again = parts.dup()
-        assert again.all_gather(me) == members
-        for made in (again, parts, twin):
-            made.close()
-            made.close()
-        comm.barrier()
-
-    ranks(program)
-
-
 @sizes(1, 4)
 def test_split_orders_by_key_then_rank_and_leaves_out_those_without_color(ranks: Any) -> None:
     def program(comm: Comm) -> None:
@@ -237,24 +200,6 @@ def test_split_orders_by_key_then_rank_and_leaves_out_those_without_color(ranks:
         alone = comm.split(me)
         assert (alone.rank, alone.size) == (0, 1)
         assert alone.all_reduce(5) == 5
-
-    ranks(program)
-
-
-@sizes(1, 3)
-def test_a_closed_communicator_says_so_and_the_others_work_on(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        with comm.dup() as twin:
-            twin.barrier()
-        for call in (twin.barrier, lambda: twin.send(1, 0), twin.dup, lambda: twin.iprobe()):
-            with pytest.raises(pycoll.Error, match="closed"):
-                call()
-        assert comm.all_reduce(1) == comm.size
-        # What one rank has sent before the others make the communicator waits for them.
-        first = comm.dup()
-        second = first.dup()
-        second.send(comm.rank, (comm.rank + 1) % comm.size)
-        assert second.recv() == (comm.rank - 1) % comm.size
 
     ranks(program)
 
