@@ -25,7 +25,14 @@ from pycoll._runtime.task import Call, Started
 from pycoll._support.foreign_names import OF_REQUESTS
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge, edges
-from pycoll._transports._core import REQUEST_RECV, STATUS_REFUSED, Messages, take, wait_all
+from pycoll._transports._core import (
+    REQUEST_RECV,
+    STATUS_REFUSED,
+    Messages,
+    take,
+    use_objects,
+    wait_all,
+)
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
@@ -374,6 +381,7 @@ def _here() -> int | None:
 
 
 _VALUES = _dump, _load, new_bytes, _here
+use_objects(_dump, _load, new_bytes)
 
 
 def messages_of(

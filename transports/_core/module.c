@@ -4,6 +4,7 @@
 #include "python/engine/engine_type.h"
 #include "python/host/host_type.h"
 #include "python/arguments/memory.h"
+#include "python/arguments/objects.h"
 #include "python/collectives/composed.h"
 #include "python/requests/request.h"
 
@@ -175,6 +176,9 @@ static PyMethodDef methods[] = {
      "Arrays of this NumPy dtype hold elements of that type."},
     {"add_library", pc_add_library, METH_VARARGS,
      "add_library(kind, sample, tell, keep) -> bool: look at arrays of that type directly."},
+    {"use_objects", pc_use_objects, METH_VARARGS,
+     "use_objects(dump, load, new_bytes): how objects are pickled; dump returns their parts, or "
+     "None for what is, or may be, an array."},
     {"int_error_text", pc_int_error_text, METH_VARARGS,
      "int_error_text(text, which): what is wrong with a call with an int that does not fit."},
     {"reduce", (PyCFunction)(void (*)(void))pc_reduce_py, METH_FASTCALL,

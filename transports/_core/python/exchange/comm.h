@@ -174,9 +174,9 @@ struct pc_header {
     uint64_t address; /* of the value in the root's memory */
     uint64_t value; /* hash of dtype and shape; 0: an object */
     uint32_t description_nbytes;
-    uint32_t form; /* 0: an array; PC_OTHER_WAY; else Python knows what */
+    uint32_t form;
 };
-#define PC_OTHER_WAY 2 /* the call goes by messages */
+enum { PC_FORM_OF_ARRAY, PC_FORM_OF_OBJECT, PC_OTHER_WAY /* the call goes by messages */ };
 #define PC_DESCRIPTION_NBYTES 512
 
 /* Where the value lies behind a header. */

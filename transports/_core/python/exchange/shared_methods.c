@@ -1,6 +1,7 @@
 /* The collectives in shared memory, of arguments that are looked at, not converted; what is not the
    common case goes another way. */
 #include "python/arguments/collective_call.h"
+#include "python/arguments/objects.h"
 #include "comm.h"
 
 PyObject *pc_argument_names[ARGUMENTS], *pc_op_names[PC_OPS];
@@ -85,68 +86,122 @@ done:
     return result;
 }
 
-/* The arrays of a call that is announced: `x` of the root, `out` of a scatter, and elsewhere of a
-   broadcast, too. False: leave it to Python. What is there must be released in any case. */
+/* What the root of a call that is announced gives, and what there is for the result. */
+struct announced {
+    struct pc_array x, out; /* must be released in any case */
+    bool is_object; /* x is the bytes of one */
+    bool is_new;    /* what comes is made when that is known; */
+    PyObject *made; /* the root knows it before; or NULL */
+};
+
+/* Look at the values of a call that is announced: `x` of the root, `out` of a scatter, and elsewhere
+   of a broadcast, too. False: leave it to Python, unless there is an exception. */
 static bool view_announced(pc_comm *comm, int kind, PyObject **values, int root,
-                           struct pc_array *x, struct pc_array *out) {
+                           struct announced *found) {
     bool is_root = comm->rank == root;
-    if (is_root && (!pc_memory_of(values[X], x) || x->ndim > PC_DESCRIBED_DIMS))
+    struct pc_array *x = &found->x, *out = &found->out;
+    if (is_root && !pc_memory_of(values[X], x)) {
+        found->is_object = kind == PC_BROADCAST && pc_object_dump(values[X], x) > 0;
+        return found->is_object && pc_may_share(comm); /* pickling may have run anything */
+    }
+    if (is_root && x->ndim > PC_DESCRIBED_DIMS)
         return false;
     if (is_root && kind == PC_BROADCAST)
         return true;
     PyObject *target = kind == PC_SCATTER ? values[OUT] : values[X];
-    if (is_none(target) || (!is_root && kind == PC_SCATTER && !is_none(values[X])) ||
-        (is_root && (x->ndim == 0 || x->dims[0] != comm->size)) || !pc_target_of(target, out) ||
+    found->is_new = is_none(target) && (is_root || is_none(values[X]));
+    if (found->is_new && !is_root)
+        return true;
+    if ((!is_root && kind == PC_SCATTER && !is_none(values[X])) ||
+        (is_root && (x->ndim == 0 || x->dims[0] != comm->size)))
+        return false;
+    if (found->is_new) {
+        found->made = pc_memory_new(x, values[X], -1, out);
+        return found->made != NULL;
+    }
+    if (!pc_target_of(target, out) ||
         (is_root && !out_fits(comm->size, comm->rank, kind, x, out)))
         return false;
     return pc_tell_written(out, target) == 0;
 }
 
-static PyObject *announce(pc_comm *comm, int kind, PyObject **values, int root,
-                          const struct pc_array *x, const struct pc_array *out) {
-    pc_collective call;
-    if (pc_user_call_begin(&call, comm, kind, root, values[TIMEOUT]) < 0)
-        return NULL;
-    call.x_object = values[X];
-    pc_sign(&call, 0, 0, NULL);
-    call.out = out->data;
-    int status;
-    if (comm->rank == root) {
-        unsigned char description[PC_LONGEST_DESCRIPTION];
-        int skipped = kind == PC_SCATTER;
-        call.x = x->data;
-        call.nbytes = skipped ? x->nbytes / (size_t)comm->size : x->nbytes;
-        struct pc_header header = {.nbytes = call.nbytes, .address = (uintptr_t)x->data, .form = 0};
+static int announce(pc_collective *call, const struct announced *given) {
+    unsigned char description[PC_LONGEST_DESCRIPTION];
+    const struct pc_array *x = &given->x;
+    int skipped = call->kind == PC_SCATTER;
+    call->x = x->data;
+    call->out = given->out.data;
+    call->nbytes = skipped ? x->nbytes / (size_t)call->comm->size : x->nbytes;
+    struct pc_header header = {.nbytes = call->nbytes, .address = (uintptr_t)x->data};
+    if (given->is_object) {
+        header.form = PC_FORM_OF_OBJECT;
+    } else {
         header.value = pc_hash_dims((uint64_t)x->dtype, x->ndim - skipped, x->dims + skipped);
         header.description_nbytes = pc_describe_memory(x, skipped, description);
-        status = pc_announce(&call, &header, description);
-        PyObject *result = skipped ? values[OUT] : values[X];
-        return pc_call_end_with(&call, status, result);
     }
-    struct pc_slot *slot;
-    status = pc_hear(&call, &slot);
-    if (status == 0) {
-        struct pc_header header;
-        memcpy(&header, slot->data, sizeof header);
-        if (header.form != 0 ||
-            header.value != pc_hash_dims((uint64_t)out->dtype, out->ndim, out->dims)) {
-            pc_hold(&call.call);
-            comm->heard = comm->goes_on = true; /* in Python, from there */
-            comm->busy = false;
-            return NULL;
-        }
-        status = pc_receive(&call, slot);
+    return pc_announce(call, &header, description);
+}
+
+/* The result for what the root has announced (new reference), described by `out`. NULL, perhaps
+   with an exception: Python must find it. */
+static PyObject *result_for_announced(const struct pc_slot *slot, PyObject *target,
+                                      struct announced *found) {
+    struct pc_header header;
+    struct pc_described said;
+    struct pc_array *out = &found->out;
+    memcpy(&header, slot->data, sizeof header);
+    if (found->is_new && header.form == PC_FORM_OF_OBJECT) {
+        found->is_object = true;
+        return pc_object_memory(header.nbytes, out);
     }
-    return pc_call_end_with(&call, status, kind == PC_SCATTER ? values[OUT] : values[X]);
+    if (header.form != PC_FORM_OF_ARRAY)
+        return NULL;
+    if (!found->is_new)
+        return header.value == pc_hash_dims((uint64_t)out->dtype, out->ndim, out->dims)
+                   ? Py_NewRef(target)
+                   : NULL;
+    if (!pc_read_description(slot->data + sizeof header, header.description_nbytes, &said))
+        return NULL;
+    return pc_memory_empty(said.library, said.format, said.dtype, said.ndim, said.dims, out);
 }
 
 static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int root) {
-    struct pc_array x = {0}, out = {0};
-    PyObject *result = NULL;
-    if (view_announced(comm, kind, values, root, &x, &out))
-        result = announce(comm, kind, values, root, &x, &out);
-    pc_memory_release(&x);
-    pc_memory_release(&out);
+    struct announced found = {0};
+    PyObject *result = NULL, *target = kind == PC_SCATTER ? values[OUT] : values[X];
+    pc_collective call;
+    struct pc_slot *slot;
+    if (!view_announced(comm, kind, values, root, &found) || PyErr_Occurred() ||
+        pc_user_call_begin(&call, comm, kind, root, values[TIMEOUT]) < 0)
+        goto done;
+    call.x_object = values[X];
+    pc_sign(&call, 0, 0, NULL);
+    if (comm->rank == root) {
+        if (found.made != NULL)
+            target = found.made;
+        result = pc_call_end_with(&call, announce(&call, &found), target);
+        goto done;
+    }
+    int status = pc_hear(&call, &slot);
+    pc_hold(&call.call);
+    if (status == 0) {
+        result = result_for_announced(slot, target, &found);
+        if (result == NULL && !PyErr_Occurred()) {
+            comm->heard = comm->goes_on = true; /* in Python, from there */
+            comm->busy = false;
+            goto done;
+        }
+        call.out = found.out.data;
+        status = result != NULL ? pc_receive(&call, slot) : -1;
+    }
+    result = pc_call_end(&call, status, result);
+    pc_memory_release(&found.out);
+    found.out.held.obj = NULL;
+    if (found.is_object && result != NULL)
+        result = pc_object_load(result);
+done:
+    pc_memory_release(&found.x);
+    pc_memory_release(&found.out);
+    Py_XDECREF(found.made);
     return result;
 }
 

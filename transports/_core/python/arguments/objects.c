@@ -1,0 +1,87 @@
+#include "objects.h"
+
+#include "base/copy.h"
+#include "python/base/views.h"
+
+/* dump(x) -> parts, or None if it is or may be an array; load(memory) -> x; new_bytes(nbytes). */
+static PyObject *dump, *load, *new_bytes;
+
+/* From so many bytes on memory is `new_bytes`'s. */
+#define LARGE_NBYTES 4096
+
+/* Describe memory that `object` has. 0; -1 with an exception. */
+static int describe(PyObject *object, int flags, struct pc_array *bytes) {
+    if (PyObject_GetBuffer(object, &bytes->held, flags) < 0)
+        return -1;
+    bytes->data = bytes->held.buf;
+    bytes->nbytes = (size_t)bytes->held.len;
+    return 0;
+}
+
+/* All parts in one piece (new reference). */
+static PyObject *joined(PyObject *parts) {
+    struct pc_views *views = pc_view_parts(parts);
+    PyObject *whole =
+        views != NULL ? PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)views->nbytes) : NULL;
+    char *to = whole != NULL ? PyByteArray_AsString(whole) : NULL;
+    for (Py_ssize_t index = 0; to != NULL && index < views->count; index++) {
+        pc_copy(to, views->views[index].buf, (size_t)views->views[index].len);
+        to += views->views[index].len;
+    }
+    pc_views_release(views);
+    return whole;
+}
+
+int pc_object_dump(PyObject *x, struct pc_array *bytes) {
+    bytes->held.obj = NULL;
+    PyObject *parts = dump != NULL ? PyObject_CallFunctionObjArgs(dump, x, NULL) : NULL;
+    if (parts == NULL) { /* Python says why it cannot be sent */
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError) &&
+            !PyErr_ExceptionMatches(PyExc_ValueError))
+            return -1;
+        PyErr_Clear();
+        return 0;
+    }
+    int status = 0;
+    if (parts != Py_None) {
+        PyObject *whole = PySequence_Size(parts) == 1 ? PySequence_GetItem(parts, 0)
+                                                      : joined(parts);
+        status = whole != NULL && describe(whole, PyBUF_SIMPLE, bytes) == 0 ? 1 : -1;
+        Py_XDECREF(whole);
+    }
+    Py_DECREF(parts);
+    return status;
+}
+
+PyObject *pc_object_memory(size_t nbytes, struct pc_array *into) {
+    into->held.obj = NULL;
+    PyObject *memory = nbytes < LARGE_NBYTES
+                           ? PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)nbytes)
+                           : PyObject_CallFunction(new_bytes, "n", (Py_ssize_t)nbytes);
+    if (memory != NULL && describe(memory, PyBUF_WRITABLE, into) < 0)
+        Py_CLEAR(memory);
+    return memory;
+}
+
+PyObject *pc_object_load(PyObject *memory) {
+    PyObject *view = PyMemoryView_FromObject(memory), *object = NULL;
+    if (view != NULL)
+        object = PyObject_CallFunctionObjArgs(load, view, NULL);
+    Py_XDECREF(view);
+    Py_DECREF(memory);
+    return object;
+}
+
+PyObject *pc_use_objects(PyObject *module, PyObject *args) {
+    PyObject *functions[3];
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOO", &functions[0], &functions[1], &functions[2]))
+        return NULL;
+    PyObject **kept[] = {&dump, &load, &new_bytes};
+    for (int index = 0; index < 3; index++) {
+        PyObject *before = *kept[index];
+        *kept[index] = Py_NewRef(functions[index]);
+        Py_XDECREF(before);
+    }
+    Py_RETURN_NONE;
+}
