@@ -169,13 +169,6 @@ def no_out(out: Any) -> None:
         raise ValueError("out cannot be filled with Python objects; leave it out")
 
 
-def by_messages(collective: str, algorithm: str | None) -> str | None:
-    """Check the algorithm of a collective of objects that shared memory does not have."""
-    if algorithm == "shared_memory":
-        raise ValueError(f"{collective} of objects cannot use shared_memory; use tree or linear")
-    return algorithm
-
-
 def fillable(x: Any) -> Value | None:
     """Return the array that a broadcast fills off root."""
     if x is None:

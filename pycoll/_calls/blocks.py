@@ -28,6 +28,8 @@ ALIGNMENT = 64
 
 _LENGTH = struct.Struct("<I")
 
+_NBYTES = struct.Struct("<Q")
+
 
 class Head(NamedTuple):
     """What a block is.
@@ -59,6 +61,17 @@ class Head(NamedTuple):
 def head(x: Value) -> bytes:
     """Return what goes before the elements of `x`."""
     return _head(x.dtype, x.kind, x.array.shape)
+
+
+def object_head(nbytes: int) -> bytes:
+    """Return what goes before the bytes of a pickled object."""
+    return (_LENGTH.pack(_NBYTES.size) + _NBYTES.pack(nbytes)).ljust(ALIGNMENT, b"\0")
+
+
+def object_nbytes(data: bytes) -> int:
+    """Read what `object_head` wrote."""
+    (nbytes,) = _NBYTES.unpack_from(data, _LENGTH.size)
+    return int(nbytes)
 
 
 def elements(x: Value) -> memoryview:

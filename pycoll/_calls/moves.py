@@ -12,9 +12,8 @@ from pycoll._calls import (
     object_collectives,
     rooted_plans,
     rows_plan,
-    shared_memory_calls,
 )
-from pycoll._calls.call_plan import CallPlan, Route
+from pycoll._calls.call_plan import CallPlan
 from pycoll._calls.group import SHARED_MEMORY
 from pycoll._calls.preparing import Preparing, forced_text
 from pycoll._calls.scheduled import ArrayPlan, BarrierPlan
@@ -59,13 +58,16 @@ class Moves(Preparing):
         value = conversion.wrap(x)
         if value is None:
             arguments.no_out(out if is_root else None)
-            choice = Choice(arguments.by_messages("gather", algorithm) or "linear")
-            text = f"{self._prefix}gather(object, root={root}, algorithm={choice})"
+            choice = Choice(self._by_messages(algorithm) or "linear")
             parts = objects.dump(x)
-            return CallPlan(
-                group,
+            text = f"{self._prefix}gather(object, root={root}{forced_text(algorithm)})"
+            return self._of_objects(
                 text,
+                "gather",
+                algorithm,
                 lambda call: object_collectives.gather(group, call, parts, choice, root),
+                [parts],
+                root,
             )
         chosen = self._choose("gather", value.array.nbytes, algorithm)
         target = None
@@ -88,15 +90,14 @@ class Moves(Preparing):
                     "returns them all, as one array (size, *t.shape)"
                 )
             arguments.no_out(out)
-            forced, route = self._by_objects("all_gather", algorithm)
+            forced, parts = self._by_messages(algorithm), objects.dump(x)
             text = f"{self._prefix}all_gather(object{forced_text(algorithm)})"
-            parts = objects.dump(x)
-            return CallPlan(
-                group,
+            return self._of_objects(
                 text,
+                "all_gather",
+                algorithm,
                 lambda call: object_collectives.all_gather(group, call, parts, forced),
-                route,
-                lambda shm: shared_memory_calls.all_gather_objects(shm, parts),
+                [parts],
             )
         chosen = self._choose("all_gather", value.array.nbytes, algorithm)
         if isinstance(out, list | tuple):
@@ -113,16 +114,15 @@ class Moves(Preparing):
         if conversion.wrap(x) is None:
             arguments.no_out(out)
             arguments.check_objects("all_to_all", x, group.size)
-            forced, route = self._by_objects("all_to_all", algorithm)
-            text = f"{self._prefix}all_to_all(object{forced_text(algorithm)})"
-            choice = Choice(forced or "pairwise")
+            choice = Choice(self._by_messages(algorithm) or "pairwise")
             blocks = [objects.dump(item) for item in x]
-            return CallPlan(
-                group,
+            text = f"{self._prefix}all_to_all(object{forced_text(algorithm)})"
+            return self._of_objects(
                 text,
+                "all_to_all",
+                algorithm,
                 lambda call: object_collectives.all_to_all(group, call, blocks, choice),
-                route,
-                lambda shm: shared_memory_calls.all_to_all_objects(shm, blocks),
+                blocks,
             )
         value = arguments.split_value("all_to_all", x, group.size)
         nbytes = value.array.nbytes // group.size
@@ -177,8 +177,7 @@ class Moves(Preparing):
         what = f"{collectives.type_text(value)}, {where}algorithm={chosen}"
         return f"{self._prefix}{collective}({what})"
 
-    def _by_objects(self, collective: str, algorithm: str | None) -> tuple[str | None, Route]:
-        """Return the algorithm for messages, and the route: shared memory only for who names it."""
-        if algorithm != SHARED_MEMORY:
-            return algorithm, Route.MESSAGES
-        return None, self._route(self._choose(collective, 0, algorithm))
+    @staticmethod
+    def _by_messages(algorithm: str | None) -> str | None:
+        """Return which algorithm runs by messages, where the caller has named `algorithm`."""
+        return None if algorithm == SHARED_MEMORY else algorithm

@@ -1,4 +1,8 @@
-"""Collectives on Python objects: their lengths first (subcall 0), then their bytes (subcall 1)."""
+"""Collectives on Python objects, by messages: lengths first (subcall 0), then bytes (subcall 1).
+
+All return the bytes of objects, which `loaded` makes of them when the call is over: what is raised
+there breaks nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from pycoll._transports.base import Parts, nbytes_of
 
 if TYPE_CHECKING:
     from pycoll._arrays.operators import Op
+    from pycoll._cuda.late_copies import LateCopies
 
 LINEAR = Choice("linear")
 
@@ -28,7 +33,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def gather(group: Group, call: Numbered, parts: Parts, choice: Choice, root: int) -> CallSteps:
-    """Gather to the root: there the list of objects by rank; None elsewhere."""
+    """Gather to the root: there the objects by rank; None elsewhere."""
     is_root = group.rank == root
     how = "gather", choice, root
     # Who passes on what others have sent must know their lengths, too.
@@ -37,21 +42,20 @@ def gather(group: Group, call: Numbered, parts: Parts, choice: Choice, root: int
     lengths = yield from _gather_lengths(group, call, lengths_how, nbytes_of(parts))
     known = lengths if is_root or not straight else None
     result = yield from _gather_bytes(group, call, how, parts, known)
-    return [objects.load(buffer) for buffer in result] if is_root else None
+    return result if is_root else None
 
 
 def all_gather(group: Group, call: Numbered, parts: Parts, algorithm: str | None) -> CallSteps:
-    """Gather to every rank the list of objects by rank."""
+    """Gather to every rank the objects by rank."""
     how: How = "all_gather", LINEAR
     lengths = yield from _gather_lengths(group, call, how, nbytes_of(parts))
     chosen = group.choose("all_gather", max(lengths), algorithm, shm=False)
     how = "all_gather", chosen
-    result = yield from _gather_bytes(group, call, how, parts, lengths)
-    return [objects.load(buffer) for buffer in result]
+    return (yield from _gather_bytes(group, call, how, parts, lengths))
 
 
 def all_to_all(group: Group, call: Numbered, blocks: Sequence[Parts], choice: Choice) -> CallSteps:
-    """Send block i to rank i; returns the list of objects received, by rank."""
+    """Send block i to rank i; returns the objects received, by rank."""
     size = group.size
     how = "all_to_all", choice
     if choice.name in STRAIGHT:
@@ -60,7 +64,7 @@ def all_to_all(group: Group, call: Numbered, blocks: Sequence[Parts], choice: Ch
         yield from group.run(call, 0, how, _exchange(group, how, sent, lengths))
         buffers = [new_bytes(_LENGTH.unpack(length)[0]) for length in lengths]
         yield from group.run(call, 1, how, _exchange(group, how, blocks, buffers))
-        return [objects.load(buffer) for buffer in buffers]
+        return buffers
     # Others keep blocks on their way, and must know how long they are: as long as the longest.
     mine = max(nbytes_of(parts) for parts in blocks)
     known = yield from _gather_lengths(group, call, ("all_gather", LINEAR), mine)
@@ -73,9 +77,7 @@ def all_to_all(group: Group, call: Numbered, blocks: Sequence[Parts], choice: Ch
     buffers = [new_bytes(longest) for _ in range(size)]
     yield from group.run(call, 1, how, _exchange(group, how, padded, buffers))
     ends = [_LENGTH.size + _LENGTH.unpack_from(buffer)[0] for buffer in buffers]
-    return [
-        objects.load(buffer[_LENGTH.size : end]) for buffer, end in zip(buffers, ends, strict=True)
-    ]
+    return [buffer[_LENGTH.size : end] for buffer, end in zip(buffers, ends, strict=True)]
 
 
 def _exchange(
@@ -129,6 +131,11 @@ def _gather_bytes(
         nbytes, target = list(lengths), list(buffers)
     yield from group.run(call, 1, how, Binding(nbytes, source, target))
     return buffers
+
+
+def loaded(got: Sequence[memoryview] | None, late: LateCopies) -> list[Any] | None:
+    """Return the objects whose bytes a call has returned; `CallPlan.result` of most."""
+    return None if got is None else [objects.load(buffer) for buffer in got]
 
 
 def folded(values: Sequence[Any], op: Op) -> Any:

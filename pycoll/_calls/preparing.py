@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import zlib
+from typing import TYPE_CHECKING, Any
 
 from pycoll._arrays import operators
-from pycoll._calls import shared_memory_calls
-from pycoll._calls.call_plan import Route, route_of
+from pycoll._calls import object_collectives, shared_memory_calls, shared_memory_uneven
+from pycoll._calls.call_plan import CallPlan, Route, route_of
 from pycoll._calls.group import IN_SHARED_MEMORY, SHARED_MEMORY, Group
 from pycoll._gpu import cuda_ipc
 from pycoll._selection.select import Choice
@@ -14,10 +15,15 @@ from pycoll._support.lazy_import import LazyModule
 from pycoll._support.wording import a_kind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pycoll import schedules
     from pycoll._arrays.operators import Op
     from pycoll._arrays.value import Value
     from pycoll._calls.arguments import Target
+    from pycoll._calls.call_plan import Steps
+    from pycoll._cuda.late_copies import LateCopies
+    from pycoll._transports.base import Parts
 else:  # a program that only calls barrier() imports no NumPy
     schedules = LazyModule("pycoll.schedules")
 
@@ -105,6 +111,45 @@ class Preparing:
         result = target.value.stage if target is not None else x.stage
         group = self._group
         return cuda_ipc.is_for_all(group.engine, group.context, x.stage, nbytes, result)
+
+    def _of_objects(
+        self,
+        text: str,
+        collective: str,
+        algorithm: str | None,
+        steps: Steps,
+        own: Sequence[Parts],
+        root: int = 0,
+        op: Op | None = None,
+        count: int = 0,
+    ) -> CallPlan[Any]:
+        """Prepare a collective of objects.
+
+        Args:
+            text: as of `CallPlan`.
+            collective: what moves them: gather, all_gather or all_to_all.
+            algorithm: what the caller has named, or None.
+            steps: as of `CallPlan`.
+            own: this rank's object, or one for each rank, pickled.
+            root: the root, if it has one.
+            op: combines the first `count`, where they come; None: the caller gets all.
+        """
+
+        def result(got: Sequence[memoryview] | None, late: LateCopies) -> Any:
+            values = object_collectives.loaded(got, late)
+            if op is None or values is None:
+                return values
+            return object_collectives.folded(values[:count], op)
+
+        salt = zlib.crc32(text.encode()) if op is not None else 0
+        return CallPlan(
+            self._group,
+            text,
+            steps,
+            self._route(self._choose(collective, 0, algorithm)),
+            lambda shm: shared_memory_uneven.run_objects(shm, collective, own, root, salt),
+            result,
+        )
 
 
 def forced_text(algorithm: str | None) -> str:

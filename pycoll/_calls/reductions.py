@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pycoll._arrays.value import Value
     from pycoll._calls.arguments import Target
     from pycoll._calls.group import Numbered
-    from pycoll._cuda.late_copies import LateCopies
     from pycoll._runtime.task import CallSteps
     from pycoll._selection.select import Choice
 else:  # a program that only calls barrier() imports no NumPy
@@ -60,7 +59,7 @@ class Reductions(Preparing):
             arguments.no_out(out if is_root else None)
             _no_algorithm(algorithm)
             text = f"{self._prefix}reduce(object, op={resolved.signature}, root={root})"
-            return self._of_objects(text, x, resolved, group.size, root)
+            return self._reduced_objects(text, x, resolved, group.size, root)
         value = conversion.wrap_operand(x)
         chosen = self._choose_reduction("reduce", value, resolved, algorithm)
         target = None
@@ -80,7 +79,7 @@ class Reductions(Preparing):
             arguments.no_out(out)
             _no_algorithm(algorithm)
             text = f"{self._prefix}all_reduce(object, op={resolved.signature})"
-            return self._of_objects(text, x, resolved, self._group.size)
+            return self._reduced_objects(text, x, resolved, self._group.size)
         value = conversion.wrap_operand(x)
         chosen = self._choose_reduction("all_reduce", value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape)
@@ -132,7 +131,7 @@ class Reductions(Preparing):
             arguments.no_out(out)
             text = f"{self._prefix}{collective}(object, op={resolved.signature})"
             count = group.rank + (collective == "scan")
-            return self._of_objects(text, x, resolved, count)
+            return self._reduced_objects(text, x, resolved, count)
         value = conversion.wrap_operand(x)
         chosen = self._choose_reduction(collective, value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape)
@@ -172,7 +171,7 @@ class Reductions(Preparing):
             reduction=reduction,
         )
 
-    def _of_objects(
+    def _reduced_objects(
         self, text: str, x: Any, op: Op, count: int, root: int | None = None
     ) -> CallPlan[Any]:
         """Prepare a reduction of objects: all, or a root, gather them and combine the first."""
@@ -183,10 +182,8 @@ class Reductions(Preparing):
                 return object_collectives.all_gather(group, call, parts, None)
             return object_collectives.gather(group, call, parts, object_collectives.LINEAR, root)
 
-        def result(got: Any, late: LateCopies) -> Any:
-            return None if got is None else object_collectives.folded(got[:count], op)
-
-        return CallPlan(group, text, steps, result=result)
+        moves = "all_gather" if root is None else "gather"
+        return self._of_objects(text, moves, None, steps, [parts], root or 0, op, count)
 
     def _of_number(
         self, collective: str, x: Any, op: Reducer, algorithm: str | None, out: Any, root: int = 0

@@ -355,6 +355,8 @@ class ShmComm:
         if value is not None and collective not in ("broadcast", "scatter", "scatterv"):
             shape = "" if collective in UNEVEN else list(value.array.shape)
             words.append(f"{value.dtype}{shape}")
+        if value is None and collective in ("gather", "all_gather", "all_to_all"):
+            words.append("object")
         packing = packings.packing_of(x) if collective in schedules.REDUCING else None
         if packing is not None:
             words.append(packing.text)
@@ -406,6 +408,9 @@ def _whole_text(whole: str, collective: str, root: int) -> str:
         if collective == "scatter":
             return f"scatterv(root={root})"
         return "all_to_allv" if collective == "all_to_all" else "reduce_scatterv"
+    if whole == "objects":
+        named = "gather or all_gather" if collective == "all_gather" else collective
+        return f"{named} of objects"
     return {
         "many": "all_reduce_many",
         "group": "dup, split or another call that makes communicators",

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pycoll import schedules
-from pycoll._arrays import conversion, objects, operators, user_operators
+from pycoll._arrays import conversion, operators, user_operators
 from pycoll._arrays.value import Value
 from pycoll._calls import on_gpus
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm, part_of
-from pycoll._runtime.binding import fill_from
 from pycoll._support.lazy_import import LazyModule
 from pycoll._transports._core import KINDS, OPS
-from pycoll._transports.base import Parts, nbytes_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -196,36 +194,6 @@ def _fold(op: Op, x: Value, rows: Array, result: Array) -> None:
     for rank in range(1, len(rows)):
         operators.combine(op, x.dtype, total, rows[rank, ...], total, kind)
     result[...] = total
-
-
-def all_gather_objects(shm: ShmComm, parts: Parts) -> list[Any]:
-    """Gather objects to every rank: their lengths, then their bytes, padded to the longest."""
-    size = shm.size
-    lengths = _all_gather(shm, np.array([nbytes_of(parts)], np.uint64), size)[:, 0]
-    mine = np.zeros(int(lengths.max()), np.uint8)
-    fill_from(parts, mine.data)
-    rows = _all_gather(shm, mine, size)
-    return [objects.load(row[:n].data) for row, n in zip(rows, lengths.tolist(), strict=True)]
-
-
-def all_to_all_objects(shm: ShmComm, blocks: Sequence[Parts]) -> list[Any]:
-    """Send block i to rank i; returns the objects received, by rank."""
-    size = shm.size
-    mine = np.array([nbytes_of(parts) for parts in blocks], np.uint64)
-    lengths = _all_gather(shm, mine, size)
-    sent = np.zeros((size, int(lengths.max())), np.uint8)
-    for row, parts in zip(sent, blocks, strict=True):
-        fill_from(parts, row.data)
-    got = np.empty_like(sent)
-    move(shm, "all_to_all", Value(sent, dtypes.UINT8, "numpy"), got)
-    here = lengths[:, shm.rank].tolist()
-    return [objects.load(row[:n].data) for row, n in zip(got, here, strict=True)]
-
-
-def _all_gather(shm: ShmComm, array: Array, size: int) -> Array:
-    rows = np.empty((size, *array.shape), array.dtype)
-    move(shm, "all_gather", Value(array, dtypes.of_numpy(array.dtype), "numpy"), rows)
-    return rows
 
 
 def _run(

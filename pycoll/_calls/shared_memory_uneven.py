@@ -1,7 +1,7 @@
-"""Blocks that differ in shape, and rows that differ in number, through shared memory.
+"""Blocks that differ in shape, objects, and rows that differ in number, through shared memory.
 
 The core exchanges what the blocks are, has the places found here, and brings the blocks there
-(_core/python/exchange/shared_uneven.c).
+(_core/python/exchange/uneven.c).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._calls.shared_memory_calls import combine, serves, type_salt
 from pycoll._calls.uneven_out import BlockTargets
 from pycoll._dtypes import Array
+from pycoll._runtime.scratch import new_bytes
 from pycoll._transports._core import METHODS, OPS
+from pycoll._transports.base import Parts, nbytes_of
 
 
 def run(shm: ShmComm, method: str, xs: Sequence[Value], root: int, targets: BlockTargets) -> Any:
@@ -60,6 +62,34 @@ def run(shm: ShmComm, method: str, xs: Sequence[Value], root: int, targets: Bloc
     code, salt = (dtype.code, type_salt(dtype)) if dtype is not None else (0, 0)
     by_messages = shm.core.uneven(METHODS.index(method), code, salt, root, given, places)
     return BY_MESSAGES if by_messages else values
+
+
+def run_objects(
+    shm: ShmComm, method: str, own: Sequence[Parts], root: int = 0, salt: int = 0
+) -> Any:
+    """Run a call on pickled objects; returns the bytes of those that come here, by sender.
+
+    Args:
+        shm: of the communicator.
+        method: gather, all_gather, all_to_all or scatter.
+        own: this rank's object, or one for each rank; nothing in a scatter off root.
+        root: the root, if it has one.
+        salt: tells calls apart that have the same method and root.
+
+    Returns None where none come, and BY_MESSAGES if they must go by messages.
+    """
+    buffers: list[memoryview] = []
+    given = [
+        (blocks.object_head(nbytes_of(parts)), parts[0] if len(parts) == 1 else b"".join(parts))
+        for parts in own
+    ]
+
+    def places(said: list[bytes]) -> list[memoryview]:
+        buffers.extend(new_bytes(blocks.object_nbytes(head)) for head in said)
+        return buffers
+
+    by_messages = shm.core.uneven(METHODS.index(method), 0, salt, root, given, places)
+    return BY_MESSAGES if by_messages else buffers or None
 
 
 def reduce_scatterv(

@@ -38,6 +38,7 @@ def share(
             group,
             "share()",
             lambda call: object_collectives.all_gather(group, call, parts, None),
+            result=object_collectives.loaded,
         )
     )
     for rank, other in enumerate(all_said):

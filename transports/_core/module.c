@@ -91,7 +91,8 @@ static const char *const operators[] = {
     [PC_LOR] = "lor", [PC_LXOR] = "lxor"};
 static const char *const parts[] = {
     [0] = "", [PC_PART_UNEVEN] = "uneven", [PC_PART_MANY] = "many", [PC_PART_GROUP] = "group",
-    [PC_PART_OPERATOR] = "operator", [PC_PART_INTS] = "ints"};
+    [PC_PART_OPERATOR] = "operator", [PC_PART_INTS] = "ints",
+    [PC_PART_OBJECTS] = "objects"};
 
 static const struct {
     const char *name;

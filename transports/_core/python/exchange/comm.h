@@ -335,7 +335,9 @@ uint64_t pc_hash_dims(uint64_t seed, int ndim, const intptr_t *dims);
 void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims);
 /* What a call may be a part of, as the upper half of its salt says: nothing, or a program's call
    that needs several. */
-enum { PC_PART_UNEVEN = 1, PC_PART_MANY, PC_PART_GROUP, PC_PART_OPERATOR, PC_PART_INTS };
+enum {
+    PC_PART_UNEVEN = 1, PC_PART_MANY, PC_PART_GROUP, PC_PART_OPERATOR, PC_PART_INTS, PC_PART_OBJECTS
+};
 void pc_sign_part(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims);
 
 /* (signature, shape) of what a rank has called; NULL with an exception */
@@ -371,6 +373,8 @@ PyObject *pc_shared_run(pc_comm *comm, int kind, PyObject **values);
 void pc_shared_end(pc_comm *comm, int kind);
 /* of blocks that differ in shape */
 PyObject *pc_shared_uneven(pc_comm *comm, int method, PyObject **values);
+/* of objects */
+PyObject *pc_shared_objects(pc_comm *comm, int method, int root, PyObject *x, PyObject *timeout);
 /* a reduce_scatter whose blocks differ in length */
 PyObject *pc_shared_reduce_scatterv(pc_comm *comm, PyObject **values);
 void pc_shared_init(void);

@@ -227,8 +227,12 @@ PC_HOT PyObject *pc_shared_run(pc_comm *comm, int kind, PyObject **values) {
     int op = find_op(values[OP]);
     bool reduces = pc_reduces(kind);
     bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
-    if (op < 0 || !value_of(kind, op, values[X], &x))
+    if (op < 0)
         return NULL;
+    if (PC_UNLIKELY(!value_of(kind, op, values[X], &x)))
+        return !reduces && is_none(values[OUT])
+                   ? pc_shared_objects(comm, kind, root, values[X], values[TIMEOUT])
+                   : NULL;
     if ((!reduces || pc_reduce_find(op, x.dtype) != NULL) &&
         (!splits || (x.ndim > 0 && x.dims[0] == comm->size)))
         result = run_array(comm, kind, values, &x, reduces ? op : 0, root);
