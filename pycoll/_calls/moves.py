@@ -58,9 +58,9 @@ class Moves(Preparing):
         value = conversion.wrap(x)
         if value is None:
             arguments.no_out(out if is_root else None)
-            choice = Choice(self._by_messages(algorithm) or "linear")
-            parts = objects.dump(x)
-            text = f"{self._prefix}gather(object, root={root}{forced_text(algorithm)})"
+            forced, parts = self._by_messages(algorithm), objects.dump(x)
+            choice = Choice(forced or "linear")
+            text = f"{self._prefix}gather(object, root={root}{forced_text(forced)})"
             return self._of_objects(
                 text,
                 "gather",
@@ -91,7 +91,7 @@ class Moves(Preparing):
                 )
             arguments.no_out(out)
             forced, parts = self._by_messages(algorithm), objects.dump(x)
-            text = f"{self._prefix}all_gather(object{forced_text(algorithm)})"
+            text = f"{self._prefix}all_gather(object{forced_text(forced)})"
             return self._of_objects(
                 text,
                 "all_gather",
@@ -114,9 +114,10 @@ class Moves(Preparing):
         if conversion.wrap(x) is None:
             arguments.no_out(out)
             arguments.check_objects("all_to_all", x, group.size)
-            choice = Choice(self._by_messages(algorithm) or "pairwise")
+            forced = self._by_messages(algorithm)
+            choice = Choice(forced or "pairwise")
             blocks = [objects.dump(item) for item in x]
-            text = f"{self._prefix}all_to_all(object{forced_text(algorithm)})"
+            text = f"{self._prefix}all_to_all(object{forced_text(forced)})"
             return self._of_objects(
                 text,
                 "all_to_all",

@@ -27,6 +27,7 @@ from pycoll._transports.base import Parts
 from pycoll.errors import MismatchError
 
 if TYPE_CHECKING:
+    from pycoll._cuda.late_copies import LateCopies
     from pycoll._dtypes import DType
 
 INLINE_NBYTES = 4096
@@ -160,15 +161,20 @@ def take_broadcast(
 
 
 def broadcast_result(value: Value | None, target: memoryview, mine: Value | None) -> Any:
-    """Return the value, or the object, when all bytes of `broadcast_target` have come."""
+    """Return the value, or the object's bytes, when all of `broadcast_target` have come."""
     if value is None:
-        return objects.load(target)
+        return target
     if value is not mine:
         if mine is None:
             return value
         mine.array[...] = value.array
     assert mine is not None
     return mine
+
+
+def broadcasted(got: Any, late: LateCopies | None = None) -> Any:
+    """Return what the caller gets; `late` as of `conversion.unwrap`."""
+    return objects.load(got) if isinstance(got, memoryview) else conversion.unwrapped(got, late)
 
 
 def broadcast_target(

@@ -47,7 +47,7 @@ def broadcast(
         lambda call: rooted.broadcast(group, call, outgoing, mine, name, root, gpu),
         route,
         lambda shm: shared_memory_rooted.broadcast(shm, group, outgoing, mine, root, gpu, offers),
-        conversion.unwrapped if outgoing is None else lambda got, late: x,
+        rooted.broadcasted if outgoing is None else lambda got, late: x,
         () if offers or value is None else (value,),
     )
 

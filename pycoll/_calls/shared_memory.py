@@ -426,6 +426,7 @@ def _text(collective: str, words: list[str], op: str, root: int) -> str:
         words.append(f"op={op}, algorithm={SHARED_MEMORY}")
     if collective in schedules.ROOTED or collective in ("gatherv", "scatterv"):
         words.append(f"root={root}")
-    if not reduces and collective not in ("broadcast", "scatter", *UNEVEN):
+    is_said = reduces or "object" in words or collective in ("broadcast", "scatter", *UNEVEN)
+    if not is_said:
         words.append(f"algorithm={SHARED_MEMORY}")
     return f"{collective}({', '.join(words)})"

@@ -1,17 +1,18 @@
 """Broadcast and scatter through shared memory: the root announces what comes, in its slot.
 
-What the root cannot describe there (lists of objects to scatter, very long dtypes), and what it
-offers to ranks that share its GPU, it announces as such, and then every rank takes the way over
-messages.
+What the root cannot describe there (very long dtypes), and what it offers to ranks that share its
+GPU, it announces as such, and then every rank takes the way over messages. Objects to scatter
+follow what announces them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
-from pycoll._calls import lists, rooted
+from pycoll._calls import lists, rooted, shared_memory_uneven
 from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._calls.message_steps import Outgoing
 from pycoll._calls.rooted import Announcement
@@ -19,13 +20,14 @@ from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._calls.shared_memory_calls import type_salt
 from pycoll._selection.select import Choice
 from pycoll._transports._core import KINDS
+from pycoll._transports.base import Parts
 
 BROADCAST, SCATTER = KINDS.index("broadcast"), KINDS.index("scatter")
 
 MAX_DESCRIPTION = 512
 """Bytes of an array's description that fit into an announcement."""
 
-_ARRAY, _OBJECT, _BY_MESSAGES = range(3)
+_ARRAY, _OBJECT, _BY_MESSAGES, _OBJECTS = range(4)
 
 
 def broadcast(
@@ -79,8 +81,8 @@ def scatter(
         if isinstance(blocks, list) and isinstance(blocks[0], Value):
             blocks = lists.stacked(blocks)
         if not isinstance(blocks, Value):
-            core.announce(SCATTER, root, 0, _BY_MESSAGES, b"", b"", None, 0)
-            return BY_MESSAGES
+            core.announce(SCATTER, root, 0, _OBJECTS, b"", b"", None, 0)
+            return _object(shm, blocks, root)
         block = Value(blocks.array[0], blocks.dtype, blocks.kind)
         description = conversion.describe(block)
         if offers or len(description) > MAX_DESCRIPTION:
@@ -98,10 +100,18 @@ def scatter(
     form, _, _, description = core.hear(SCATTER, root)
     if form == _BY_MESSAGES:
         return BY_MESSAGES
+    if form == _OBJECTS:
+        return _object(shm, (), root)
     dtype, kind, shape = conversion.from_description(description)
     result = rooted.scatter_target(out, dtype, kind, shape, gpu)
     core.receive(SCATTER, root, conversion.as_bytes(result.array))
     return result, None
+
+
+def _object(shm: ShmComm, own: Sequence[Parts], root: int) -> Any:
+    """Return (None, bytes of this rank's object) of a scatter that was announced as such."""
+    got = shared_memory_uneven.run_objects(shm, "scatter", own, root)
+    return BY_MESSAGES if got is BY_MESSAGES else (None, got[0])
 
 
 def _value_hash(core: Any, description: bytes) -> int:

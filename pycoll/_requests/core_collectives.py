@@ -310,7 +310,7 @@ def _broadcast(
 ) -> Taking:
     mine, gpu = arguments.fillable(place), conversion.here()
     steps = rooted.take_broadcast(group, call, root, announcement, mine, gpu)
-    return steps, conversion.unwrapped
+    return steps, rooted.broadcasted
 
 
 def _scatter(

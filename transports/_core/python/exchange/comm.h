@@ -176,7 +176,12 @@ struct pc_header {
     uint32_t description_nbytes;
     uint32_t form;
 };
-enum { PC_FORM_OF_ARRAY, PC_FORM_OF_OBJECT, PC_OTHER_WAY /* the call goes by messages */ };
+enum {
+    PC_FORM_OF_ARRAY,
+    PC_FORM_OF_OBJECT,
+    PC_OTHER_WAY,      /* the call goes by messages */
+    PC_FORM_OF_OBJECTS /* one for each rank, by calls of their own (uneven.h) */
+};
 #define PC_DESCRIPTION_NBYTES 512
 
 /* Where the value lies behind a header. */
@@ -282,6 +287,13 @@ static inline void pc_claim(pc_comm *comm, struct pc_deadline deadline) {
     comm->calls_before = comm->number - comm->internal - comm->heard;
 }
 
+/* The same for a call that is begun: its first part is made. */
+static inline void pc_claim_rest(pc_comm *comm) {
+    comm->claimed = true;
+    comm->caller = pthread_self();
+    comm->calls_before = comm->number - comm->internal - 1;
+}
+
 /* choice.c: whether a large call goes by direct.c (1) or by streaming (0); all ranks choose alike.
    -1 with an exception. */
 int pc_choose(pc_collective *call);
@@ -373,8 +385,10 @@ PyObject *pc_shared_run(pc_comm *comm, int kind, PyObject **values);
 void pc_shared_end(pc_comm *comm, int kind);
 /* of blocks that differ in shape */
 PyObject *pc_shared_uneven(pc_comm *comm, int method, PyObject **values);
-/* of objects */
+/* of objects, but for broadcast, and for a scatter off root: */
 PyObject *pc_shared_objects(pc_comm *comm, int method, int root, PyObject *x, PyObject *timeout);
+/* the objects of a scatter that its root has announced, in the call that was just ended */
+PyObject *pc_shared_object_of(pc_comm *comm, int root);
 /* a reduce_scatter whose blocks differ in length */
 PyObject *pc_shared_reduce_scatterv(pc_comm *comm, PyObject **values);
 void pc_shared_init(void);

@@ -142,6 +142,10 @@ static int announce(pc_collective *call, const struct announced *given) {
     return pc_announce(call, &header, description);
 }
 
+static uint32_t form_of(const struct pc_slot *slot) {
+    return ((const struct pc_header *)(const void *)slot->data)->form;
+}
+
 /* The result for what the root has announced (new reference), described by `out`. NULL, perhaps
    with an exception: Python must find it. */
 static PyObject *result_for_announced(const struct pc_slot *slot, PyObject *target,
@@ -183,6 +187,12 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
     }
     int status = pc_hear(&call, &slot);
     pc_hold(&call.call);
+    if (status == 0 && form_of(slot) == PC_FORM_OF_OBJECTS && comm->direct && found.is_new) {
+        result = pc_call_end_with(&call, 0, Py_None);
+        Py_DECREF(result);
+        result = pc_shared_object_of(comm, root);
+        goto done;
+    }
     if (status == 0) {
         result = result_for_announced(slot, target, &found);
         if (result == NULL && !PyErr_Occurred()) {
@@ -221,6 +231,9 @@ PC_HOT PyObject *pc_shared_run(pc_comm *comm, int kind, PyObject **values) {
     }
     if (root < 0 || values[X] == NULL)
         return NULL;
+    if (kind == PC_SCATTER && comm->rank == root && is_none(values[OUT]) &&
+        (PyList_CheckExact(values[X]) || PyTuple_CheckExact(values[X])))
+        return pc_shared_objects(comm, kind, root, values[X], values[TIMEOUT]);
     if (pc_is_announced(kind))
         return run_announced(comm, kind, values, root);
     struct pc_array x;

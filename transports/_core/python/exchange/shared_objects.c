@@ -56,14 +56,38 @@ static PyObject *loaded(PyObject *list, int count) {
     return list;
 }
 
-/* Run a call that is claimed, whose objects are pickled; returns those that have come, or None. */
+/* Have the others know that a scatter is one of objects. 0; -1 with an exception. */
+static int announce(pc_comm *comm, int root) {
+    pc_collective call;
+    struct pc_header header = {.form = PC_FORM_OF_OBJECTS};
+    if (pc_call_begin(&call, comm, PC_SCATTER, root) < 0)
+        return -1;
+    pc_sign(&call, 0, 0, NULL);
+    PyObject *done = pc_call_end_with(&call, pc_announce(&call, &header, ""), Py_None);
+    Py_XDECREF(done);
+    return done != NULL ? 0 : -1;
+}
+
+/* Run a call that is claimed, whose objects are pickled, to its end: those that have come, or
+   None. */
 static PyObject *run(struct pc_uneven *call) {
-    if (pc_uneven_first(call) < 0)
-        return NULL;
-    PyObject *list = memory_for(call);
-    if (pc_uneven_second(call, list != NULL ? 0 : -1) < 0)
-        Py_CLEAR(list);
-    return list;
+    pc_comm *comm = call->comm;
+    PyObject *result = NULL;
+    bool announces = call->method == PC_SCATTER && call->num_given > 0;
+    if ((!announces || announce(comm, call->root) == 0) && pc_uneven_first(call) == 0) {
+        result = memory_for(call);
+        if (pc_uneven_second(call, result != NULL ? 0 : -1) < 0)
+            Py_CLEAR(result);
+    }
+    comm->claimed = false;
+    pc_uneven_release(call);
+    result = loaded(result, call->num_blocks);
+    if (result == NULL || (call->num_blocks > 0 && call->method != PC_SCATTER))
+        return result;
+    PyObject *list = result;
+    result = Py_NewRef(call->num_blocks > 0 ? PyList_GetItem(list, 0) : Py_None);
+    Py_DECREF(list);
+    return result;
 }
 
 PyObject *pc_shared_objects(pc_comm *comm, int method, int root, PyObject *x, PyObject *timeout) {
@@ -71,18 +95,20 @@ PyObject *pc_shared_objects(pc_comm *comm, int method, int root, PyObject *x, Py
     struct pc_block blocks[comm->size];
     struct pc_deadline deadline = {0, 0};
     struct pc_uneven call = pc_uneven(comm, method, root, given, blocks);
-    PyObject *list = NULL;
     call.x = x;
     if (comm->direct && pc_timeout(timeout, comm->op_timeout_ns, &deadline.timeout_ns) &&
         dump_given(&call, x) && pc_may_share(comm)) { /* pickling may have run anything */
         pc_claim(comm, deadline); /* no other thread comes in between the rounds */
-        list = run(&call);
-        comm->claimed = false;
+        return run(&call);
     }
     pc_uneven_release(&call);
-    list = loaded(list, call.num_blocks);
-    if (list == NULL || call.num_blocks > 0)
-        return list;
-    Py_DECREF(list);
-    return Py_NewRef(Py_None);
+    return NULL;
+}
+
+PyObject *pc_shared_object_of(pc_comm *comm, int root) {
+    struct pc_given given[1];
+    struct pc_block blocks[comm->size];
+    struct pc_uneven call = pc_uneven(comm, PC_SCATTER, root, given, blocks);
+    pc_claim_rest(comm);
+    return run(&call);
 }
