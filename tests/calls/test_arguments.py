@@ -80,15 +80,11 @@ def test_algorithms_that_do_not_exist_are_refused_and_the_existing_named(ranks: 
             yield ValueError, existing, lambda c, n=name: call(c, n, "")
             yield (TypeError, ValueError), "algorithm", lambda c, n=name: call(c, n, 5)
         yield ValueError, "dissemination", lambda c: c.barrier(algorithm="ring")
-        yield ValueError, "cannot use shared_memory; use tree or linear", of_objects
         yield TypeError, "algorithm is a name", lambda c: c.barrier(algorithm=["linear"])
         yield ValueError, "algorithm", lambda c: c.all_reduce("x", max, algorithm="ring")
 
     def call(comm: Comm, name: str, algorithm: Any) -> None:
         getattr(comm, name)(square(comm), algorithm=algorithm)
-
-    def of_objects(comm: Comm) -> None:
-        comm.gather([None], algorithm="shared_memory")
 
     ranks(lambda comm: refuse(comm, cases()))
 

@@ -142,6 +142,39 @@ ok()
     scripts(3, text)
 
 
+def test_pickling_may_break_the_communicator(scripts: Scripts) -> None:
+    text = """
+class Breaking:
+    def __reduce__(self):
+        try:
+            comm.all_reduce(np.ones(3 if rank else 4))
+        except pycoll.MismatchError:
+            pass
+        return Breaking, ()
+
+comm.barrier()
+try:
+    comm.all_gather(Breaking())
+except pycoll.MismatchError:  # of the call before, repeated
+    ok()
+"""
+    scripts(2, text)
+
+
+def test_calls_on_objects_count_once(scripts: Scripts) -> None:
+    text = """
+comm.barrier()
+for call in calls(1, {"long": "x" * 9000}):
+    call()
+try:
+    comm.all_reduce(np.ones(3 if rank else 4))
+except pycoll.MismatchError as exc:
+    assert "as collective number 6 of" in str(exc), exc
+    ok()
+"""
+    scripts(2, CALLS + text)
+
+
 MISMATCHES = [
     ("gather({})", "gather(np.ones(3))", "gather", "gather(float64[3], root=0"),
     ("gather({})", "gather({}, 1)", "gather(object, root=0", "root=1"),
