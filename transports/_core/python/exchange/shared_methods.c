@@ -94,8 +94,8 @@ struct announced {
     PyObject *made; /* the root knows it before; or NULL */
 };
 
-/* Look at the values of a call that is announced: `x` of the root, `out` of a scatter, and elsewhere
-   of a broadcast, too. False: leave it to Python, unless there is an exception. */
+/* Look at the values of a call that is announced: `x` of the root, `out` of a scatter, and
+   elsewhere of a broadcast, too. False: leave it to Python, unless there is an exception. */
 static bool view_announced(pc_comm *comm, int kind, PyObject **values, int root,
                            struct announced *found) {
     bool is_root = comm->rank == root;

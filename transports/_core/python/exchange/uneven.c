@@ -1,5 +1,5 @@
-/* The two rounds of calls on blocks of which only the sender knows what they are (uneven.h), and such
-   calls from Python. */
+/* The two rounds of calls on blocks of which only the sender knows what they are (uneven.h), and
+   such calls from Python. */
 #include "uneven.h"
 
 #include "base/copy.h"
@@ -304,7 +304,8 @@ PyObject *pc_comm_uneven(pc_comm *comm, PyObject *args) {
         each->array.nbytes = (size_t)each->array.held.len;
     }
     if (!PyErr_Occurred() && pc_uneven_first(&call) == 0) {
-        bool by_messages = call.left == PC_LONG_HEADS || (call.left != PC_NOTHING_LEFT && !comm->direct);
+        bool by_messages =
+            call.left == PC_LONG_HEADS || (call.left != PC_NOTHING_LEFT && !comm->direct);
         if (by_messages ||
             pc_uneven_second(&call, call.num_blocks > 0 ? find_places(&call, places) : 0) == 0)
             result = PyBool_FromLong(by_messages);
