@@ -19,6 +19,9 @@ import pytest
 from launcher_jobs import started
 from patience import PATIENCE
 
+from pycoll._tools import jobs
+from pycoll.errors import Error
+
 LIMIT_S = 60 * PATIENCE
 
 SCRIPT = """
@@ -95,12 +98,14 @@ def of(process: int, *words: str) -> dict[str, Any]:
 def until(process: int, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The first status that is as wanted: ranks come to where they stay at their own time."""
     deadline = time.monotonic() + LIMIT_S
+    found: dict[str, Any] = {}
     while True:
-        done = status(str(process), "--json")  # which fails before the job has begun
-        found: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {}
-        if found and wanted(found):
-            return found
+        with contextlib.suppress(Error):  # the job has not begun
+            found = jobs.find(str(process)).ask("status")
+            if wanted(found):
+                return of(process)
         assert time.monotonic() < deadline, json.dumps(found, indent=1)
+        time.sleep(0.05)
 
 
 def innermost(rank: dict[str, Any], name: str = "main thread") -> list[str]:

@@ -167,7 +167,7 @@ def test_who_gives_up_has_its_arrays_for_itself(scripts: Scripts) -> None:
     text = """
 import itertools
 cleanup.enter_context(pycoll.share_arrays(1))
-x = np.full((2, 4 << 20), rank + 1.0)
+x = np.full((2, 2 << 20), rank + 1.0)
 all_x = np.array([x * 0 + 1, x * 0 + 2])
 wanted = (
     ("all_gather", all_x), ("all_reduce", x * 0 + 3), ("all_to_all", all_x[:, 0]),
@@ -232,7 +232,7 @@ ok()
     assert done.content == [0, 2], done.stderr
 
 
-def test_what_a_peer_says_is_checked(job: Any) -> None:
+def test_what_a_peer_says_is_checked(scripts: Scripts) -> None:
     text = """
 host = comm._group.engine.shared_memory.host
 x = pycoll.empty(1000)
@@ -249,7 +249,7 @@ error = error_of(os.ftruncate, fd, 4096)
 assert isinstance(error, PermissionError), error
 ok()
 """
-    all_well(job(2, USE + text), 2)
+    scripts(2, USE + text)
 
 
 def test_calls_through_python_and_the_core_agree_where_they_go(scripts: Scripts) -> None:
@@ -257,7 +257,7 @@ def test_calls_through_python_and_the_core_agree_where_they_go(scripts: Scripts)
     text = """
 cleanup.enter_context(pycoll.share_arrays(1))
 x, out, many = np.ones(20_000), np.empty(20_000), np.empty((size, 20_000))
-for number in range(400):
+for number in range(150):
     x[:] = number + rank
     late = {"timeout": 60} if (number + rank) % 3 == 0 else {}
     source = np.repeat(x, 2)[::2] if (number + rank) % 5 == 0 else x
