@@ -13,7 +13,7 @@ import pycoll
 Comm = Any
 
 
-COUNTS = (0, 3, 8000, 300_000, 1_000_000)
+COUNTS = (0, 3, 8000, 300_000)
 
 
 def exchange_before_any_receive(comm: Comm) -> None:
@@ -50,28 +50,13 @@ def test_a_rank_sends_copies_to_itself(ranks: Any) -> None:
 
 
 @on_every_way
-def test_the_request_is_done_at_once(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        if comm.rank == 0:
-            request = comm.ibsend(np.zeros(1_000_000), 1)
-            assert request.done
-            assert request.result is None
-            comm.send("sent", 1, tag=1)
-        else:
-            comm.recv(0, tag=1)
-            assert len(comm.recv(0)) == 1_000_000
-
-    ranks(program)
-
-
-@on_every_way
 def test_copies_are_received_in_the_order_of_the_calls(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         count = 30
         if comm.rank == 0:
             requests = []
             for i in range(count):
-                x = np.full(COUNTS[1 + i % 4], i)
+                x = np.full(COUNTS[1 + i % 3], i)
                 if i % 3:
                     comm.bsend(x, 1)
                 else:

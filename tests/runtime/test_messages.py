@@ -6,12 +6,11 @@ engine.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
 import pytest
-from message_cases import LARGE, SMALL, Comm, check, numbered, on
+from p2p_cases import LARGE, SMALL, Comm, check, numbered, on
 from tiers import few
 
 import pycoll
@@ -200,35 +199,5 @@ def test_every_receive_gets_the_message_that_a_search_would_find(ranks: Any, see
                         receiver.send_and_withdraw(source, tag)
                 receiver.compare()
             receiver.finish()
-
-    ranks(program)
-
-
-@on(3)
-def test_of_the_receives_that_fit_the_one_posted_first_gets_the_message(ranks: Any) -> None:
-    patterns = [(ANY_SOURCE, ANY_TAG), (1, 5), (ANY_SOURCE, 5), (1, ANY_TAG), (2, 5), (1, 6)]
-
-    def program(comm: Comm) -> None:
-        for order in itertools.permutations(patterns, 4):
-            if comm.rank == 0:
-                receives = [comm.irecv(*pattern) for pattern in order]
-                comm.send("posted", 1, tag=7)
-                fitting = [
-                    request
-                    for request, pattern in zip(receives, order, strict=True)
-                    if fits(pattern, (1, 5))
-                ]
-                for i, request in enumerate(fitting):
-                    assert request.wait() == i
-                for request in receives:
-                    assert request.cancel() == (request not in fitting)
-                assert comm.sendrecv(len(fitting), 1, 1, 8, 8) == 4
-                for i in range(len(fitting), 4):
-                    assert comm.recv(1, 5) == i
-            elif comm.rank == 1:
-                comm.recv(0, tag=7)
-                for i in range(4):
-                    comm.send(i, 0, tag=5)
-                comm.sendrecv(4, 0, 0, 8, 8)
 
     ranks(program)

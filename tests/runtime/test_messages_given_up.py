@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from message_cases import LARGE, SMALL, Comm, check, numbered, on
+from p2p_cases import LARGE, SMALL, Comm, check, numbered, on
 
 import pycoll
 from pycoll import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
@@ -65,52 +65,6 @@ def test_a_message_whose_receive_was_given_up_is_taken_by_any_other(ranks: Any) 
         comm.barrier()
         assert comm.iprobe() is None
         return given_up
-
-    until_given_up(ranks, program)
-
-
-@on(2)
-def test_one_that_was_given_up_keeps_its_place_before_those_behind_it(ranks: Any) -> None:
-    def program(comm: Comm) -> int:
-        lengths = [HUGE, SMALL, LARGE, HUGE + 1, 10]
-        if comm.rank == 0:
-            pycoll.wait_all([comm.isend(numbered(i, n), 1) for i, n in enumerate(lengths)])
-            return 0
-        given_up = 0
-        for i, n in enumerate(lengths):
-            got = None
-            if n >= HUGE:
-                comm.probe()
-                got = hurried(comm, Status(0, 0, n))
-                if got is None:
-                    given_up += 1
-                    with pytest.raises(pycoll.TruncationError):
-                        comm.recv(out=np.zeros(n - 1, "u1"))
-            if got is None:
-                got = comm.irecv().wait() if i % 2 else comm.recv()
-            check(got, i, n)
-        return given_up
-
-    until_given_up(ranks, program)
-
-
-@on(2)
-def test_several_that_were_given_up_are_received_in_any_order(ranks: Any) -> None:
-    def program(comm: Comm) -> int:
-        count = 4
-        if comm.rank == 0:
-            pycoll.wait_all([comm.isend(numbered(i, HUGE), 1, i) for i in range(count)])
-            return 0
-        for i in range(count):
-            assert comm.probe(0, i) == Status(0, i, HUGE)
-        got = {i: hurried(comm, Status(0, i, HUGE)) for i in (2, 0, 3, 1)}
-        left = [i for i in range(count) if got[i] is None]
-        assert comm.iprobe() == (Status(0, left[0], HUGE) if left else None)
-        receives = [comm.irecv(0, i) for i in reversed(left)]
-        got.update(zip(reversed(left), pycoll.wait_all(receives), strict=True))
-        for i in range(count):
-            check(got[i], i, HUGE)
-        return len(left)
 
     until_given_up(ranks, program)
 
