@@ -417,6 +417,3 @@ def test_a_library_may_know_the_newest_form_and_refuse_it() -> None:
             return "a capsule"
 
     assert dlpack.export(Library()) == "a capsule"
-
-
-FLOAT8 = [f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]

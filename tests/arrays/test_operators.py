@@ -213,11 +213,3 @@ def test_out_may_be_an_operand(name: str, dtype: DType, target: str) -> None:
 def test_no_elements_are_combined_to_none(name: Any) -> None:
     dtype = [("value", "f8"), ("index", "i8")] if name == "minloc" else "f4"
     assert combined(name, np.zeros((0, 3), dtype), np.zeros((0, 3), dtype)).shape == (0, 3)
-
-
-BUILTINS = [
-    (name, dtype)
-    for name in operators.NAMES[:-2]
-    for dtype in dtypes.TABLE
-    if dtype.family in operators.resolve(name).fn.families  # type: ignore[union-attr]
-]

@@ -26,9 +26,6 @@ FLOATS = [dtype for dtype in dtypes.TABLE if dtype.family == "f"]
 COMPLEX = [dtype for dtype in dtypes.TABLE if dtype.family == "c"]
 
 
-NUMERIC = [dtype for dtype in dtypes.TABLE if dtype is not dtypes.BFLOAT16]
-
-
 BUILTINS = [
     (name, dtype)
     for name in operators.NAMES[:-2]

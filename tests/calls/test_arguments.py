@@ -433,20 +433,6 @@ def test_wrong_colors_keys_and_codes_are_refused(ranks: Any) -> None:
     ranks(lambda comm: refuse(comm, cases()))
 
 
-@sizes(2)
-def test_a_second_init_returns_the_same_communicator_and_refuses_other_options(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        world = pycoll.init()
-        assert world is pycoll.init()
-        for options in ({"timeout": 5.0}, {"op_timeout": 1.0}, {"transport": "tcp"}):
-            with pytest.raises(ValueError, match="before"):
-                pycoll.init(**options)
-        assert world.rank == comm.rank
-        assert comm.all_reduce(1) == comm.size
-
-    ranks(program)
-
-
 def test_algorithms_of_an_unknown_collective_are_refused() -> None:
     with pytest.raises(ValueError, match="all_reduce"):
         pycoll.algorithms("all_reduction")

@@ -14,7 +14,6 @@ from tiers import few
 
 import pycoll
 
-Array = Any
 Comm = Any
 
 WORLDS = [(4, ("--emulate-hosts", "2")), (7, ("--emulate-hosts", "3"))]

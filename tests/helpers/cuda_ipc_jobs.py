@@ -27,7 +27,6 @@ CUDA_IPC = ["broadcast", "scatter", "gather", "all_gather", "all_to_all"]
 ANNOUNCED = CUDA_IPC[:2]
 """Only the root passes a value."""
 
-HERE = "2", "3", "4", "2 by TCP", "3 by TCP"
 """Jobs whose ranks all share their GPUs."""
 
 TURNS = 50

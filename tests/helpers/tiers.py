@@ -44,8 +44,6 @@ def sizes(*counts: int, more: tuple[int, ...] = (), deadline: bool = False) -> p
     return pytest.mark.parametrize("ranks", values, indirect=True, scope="module")
 
 
-with_deadline = pytest.mark.parametrize("ranks", [_DEADLINE], indirect=True, scope="module")
-
 # A message of whatever length between two ranks, on every way that it may go; or to oneself.
 on_every_way = pytest.mark.parametrize(
     "ranks",

@@ -13,8 +13,6 @@ from tiers import few
 
 from pycoll._launcher import guardian
 
-LIMIT_S = 60
-
 
 def guardian_of(launcher: int) -> int:
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()

@@ -194,23 +194,6 @@ def test_less_than_that_is_none(ranks: Ranks, answer: Answer) -> None:
     assert ranks.are_certain == [False]
 
 
-@pytest.mark.parametrize(
-    ("answer", "heading"),
-    [
-        (lambda rank, asked: {"threads": rank}, "perhaps a deadlock (rank 1 has other threads): "),
-        (
-            lambda rank, asked: {"quiet": not (rank and asked == 1)},
-            "perhaps a deadlock (something may be on its way): ",
-        ),
-        (lambda rank, asked: {"ends": not rank}, "deadlock until a deadline passes: "),
-    ],
-)
-def test_what_may_end_it_is_said(ranks: Ranks, answer: Answer, heading: str) -> None:
-    both_wait(ranks)
-    assert ranks.until_told(1, answer)[0].startswith(heading)
-    assert ranks.are_certain == [False]
-
-
 def test_a_rank_that_does_not_wait_is_not_asked_and_its_process_is_looked_at(ranks: Ranks) -> None:
     ranks.wait(0)
     table = ranks.until_told(1)

@@ -26,8 +26,6 @@ from pycoll.schedules import (
 )
 from pycoll.schedules.check import prove, prove_algorithm
 
-ROWS = [algorithm for row in TABLE.values() for algorithm in row.values()]
-
 
 def _swap(steps: Steps) -> None:
     for position, step in enumerate(steps):

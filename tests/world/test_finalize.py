@@ -11,11 +11,6 @@ import pytest
 from patience import PATIENCE
 from script_jobs import all_well
 
-ALONE = """
-import pycoll
-comm = pycoll.init()
-"""
-
 
 def alone(text: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program that no launcher started."""
