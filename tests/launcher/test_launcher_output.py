@@ -64,18 +64,6 @@ def test_lines_of_several_ranks_are_not_mixed() -> None:
     assert sorted_lines(done.stdout) == ["0000"] * 30000 + ["1111"] * 30000 + ["2222"] * 30000
 
 
-def test_a_carriage_return_passes_on_what_came_before_it() -> None:
-    with started(
-        "-n", "1", "--", "sh", "-c", r"printf '10%%\r'; read line; echo $line"
-    ) as launcher:
-        assert launcher.stdin is not None
-        assert launcher.stdout is not None
-        assert launcher.stdout.read(4) == b"10%\r"
-        launcher.stdin.write(b"go on\n")
-        assert launcher.stdout.readline() == b"go on\n"
-        assert launcher.wait(LIMIT_S) == 0
-
-
 @pytest.mark.parametrize("option", ["-l", "--no-tag-output"])
 def test_in_a_pipe_a_prompt_is_passed_on_and_its_answer_read(option: str) -> None:
     ask = "printf '50%%\\rname? '; read name; echo \"hello $name\""
@@ -214,11 +202,6 @@ def test_on_a_terminal_ranks_have_prefixes_of_different_colors(
 ) -> None:
     text = terminal("-n", "2", "--", "echo", "hi", NO_COLOR="").read_all()
     assert sorted(text.splitlines()) == [b"\x1b[33m[1]\x1b[0m hi", b"\x1b[36m[0]\x1b[0m hi"]
-
-
-def test_no_color_leaves_the_prefixes_plain(terminal: Callable[..., Terminal]) -> None:
-    text = terminal("-n", "2", "--", "echo", "hi", NO_COLOR="1").read_all()
-    assert sorted(text.splitlines()) == [b"[0] hi", b"[1] hi"]
 
 
 def test_a_prompt_is_shown_and_its_answer_read(terminal: Callable[..., Terminal]) -> None:

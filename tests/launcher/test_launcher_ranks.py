@@ -77,11 +77,6 @@ def test_without_n_there_is_a_rank_for_each_usable_core() -> None:
     assert done.stdout.split() == [str(usable_cores()).encode()] * usable_cores()
 
 
-def test_rank_0_has_the_standard_input_and_the_others_have_none() -> None:
-    done = run("-n", "3", "-l", "--", "cat", stdin=b"given\n")
-    assert (done.returncode, done.stdout) == (0, b"[0] given\n")
-
-
 def test_ranks_learn_who_they_are_and_where_to_meet(environments: Environments) -> None:
     ranks = environments(3)
     for number, rank in enumerate(ranks):

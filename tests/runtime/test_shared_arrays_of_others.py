@@ -232,7 +232,7 @@ ok()
     assert done.content == [0, 2], done.stderr
 
 
-def test_what_a_peer_says_is_checked(scripts: Scripts) -> None:
+def test_what_a_peer_says_is_checked(job: Any) -> None:
     text = """
 host = comm._group.engine.shared_memory.host
 x = pycoll.empty(1000)
@@ -249,7 +249,7 @@ error = error_of(os.ftruncate, fd, 4096)
 assert isinstance(error, PermissionError), error
 ok()
 """
-    scripts(2, USE + text)
+    all_well(job(2, USE + text), 2)
 
 
 def test_calls_through_python_and_the_core_agree_where_they_go(scripts: Scripts) -> None:
