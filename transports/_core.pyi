@@ -50,6 +50,7 @@ STEP_EXTERNAL: int
 VALUE_NOWHERE: int
 VALUE_AT_SOURCE: int
 VALUE_AT_TARGET: int
+INLINE_NBYTES: int
 WAY_BUFFER: int
 WAY_MAY_PUSH: int
 WAY_OFFER: int
@@ -309,7 +310,7 @@ class Collective(Started):
     @property
     def _description(self) -> tuple[str, int, int, int, int, int]: ...
     def _awaited(self) -> list[int]: ...
-    def _take_announcement(self) -> bytes | None: ...
+    def _take_held(self) -> bytes | list[Memory | None] | None: ...
     def _settle(self, result: object, failed: bool, unfit: bool, /) -> None: ...
     def _expect(self, plan: CompiledPlan, /) -> None: ...
     @property
@@ -325,6 +326,7 @@ class Collectives:
         type: type[Collective],
         planner: Callable[[int, int, Any, int, int, Any, str | None], CompiledPlan | None],
         finish: Callable[[Any, float], None],
+        unpack: Callable[[Memory], Any],
         slow: Callable[[str], Callable[..., Any]],
         comm: Comm | None,
         allowed: int,

@@ -1,4 +1,9 @@
-"""Collectives on Python objects, by messages: lengths first (subcall 0), then bytes (subcall 1).
+"""Collectives on Python objects; the core runs all but those with a named algorithm, too.
+
+Where each object goes straight to its rank that is one message each, which is as long as it is. In
+an all_gather an object of more than `INLINE_NBYTES` follows in a second round (subcall 1), when all
+ranks know how long it is: at first comes its length, 8 bytes, which no object has. Where others
+pass objects on, all lengths go first.
 
 All return the bytes of objects, which `loaded` makes of them when the call is over: what is raised
 there breaks nothing.
@@ -18,13 +23,15 @@ from pycoll._runtime.binding import Binding, fill_from
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
+from pycoll._transports._core import INLINE_NBYTES
 from pycoll._transports.base import Parts, nbytes_of
 
 if TYPE_CHECKING:
     from pycoll._arrays.operators import Op
+    from pycoll._calls.core_runs import CoreRun
     from pycoll._cuda.late_copies import LateCopies
 
-LINEAR = Choice("linear")
+LINEAR, PAIRWISE = Choice("linear"), Choice("pairwise")
 
 STRAIGHT = ("pairwise", "linear")
 """Algorithms of all_to_all in which every block goes straight to its rank."""
@@ -33,41 +40,107 @@ _LENGTH = struct.Struct("<Q")
 
 
 def gather(group: Group, call: Numbered, parts: Parts, choice: Choice, root: int) -> CallSteps:
-    """Gather to the root: there the objects by rank; None elsewhere."""
+    """Gather to the root: there the bytes of all objects by rank; None elsewhere."""
     is_root = group.rank == root
     how = "gather", choice, root
+    if choice == LINEAR:
+        run = yield from group.run(call, 0, how, of_one(group, parts))
+        return _with_own(parts, came(group, run)) if is_root else None
     # Who passes on what others have sent must know their lengths, too.
-    straight = choice == LINEAR
-    lengths_how: How = ("gather", LINEAR, root) if straight else ("all_gather", LINEAR)
-    lengths = yield from _gather_lengths(group, call, lengths_how, nbytes_of(parts))
-    known = lengths if is_root or not straight else None
-    result = yield from _gather_bytes(group, call, how, parts, known)
-    return result if is_root else None
+    lengths = yield from _gather_lengths(group, call, nbytes_of(parts))
+    buffers = yield from _gather_bytes(group, call, how, parts, lengths)
+    return buffers if is_root else None
 
 
 def all_gather(group: Group, call: Numbered, parts: Parts, algorithm: str | None) -> CallSteps:
-    """Gather to every rank the objects by rank."""
-    how: How = "all_gather", LINEAR
-    lengths = yield from _gather_lengths(group, call, how, nbytes_of(parts))
+    """Gather to every rank the bytes of all objects by rank."""
+    first = parts
+    if algorithm is not None or nbytes_of(parts) > INLINE_NBYTES:
+        first = (memoryview(_LENGTH.pack(nbytes_of(parts))),)
+    run = yield from group.run(call, 0, ("all_gather", LINEAR), of_one(group, first))
+    return (yield from all_gather_rest(group, call, parts, came(group, run), algorithm))
+
+
+def all_gather_rest(
+    group: Group,
+    call: Numbered,
+    parts: Parts,
+    first: Sequence[memoryview | None],
+    algorithm: str | None = None,
+) -> CallSteps:
+    """Return the bytes of all objects, when the first round has come; None: this rank's own."""
+    messages = list(first)
+    lengths = [
+        _later(nbytes_of(parts), algorithm)
+        if data is None
+        else _LENGTH.unpack(data)[0]
+        if len(data) == _LENGTH.size
+        else 0
+        for data in first
+    ]
+    if not any(lengths):
+        return _with_own(parts, first)
     chosen = group.choose("all_gather", max(lengths), algorithm, shm=False)
-    how = "all_gather", chosen
-    return (yield from _gather_bytes(group, call, how, parts, lengths))
+    how: How = "all_gather", chosen
+    rest = parts if lengths[group.rank] else (memoryview(b""),)
+    buffers = yield from _gather_bytes(group, call, how, rest, lengths)
+    for rank, length in enumerate(lengths):
+        if length:
+            messages[rank] = buffers[rank]
+    return _with_own(parts, messages)
+
+
+def _later(nbytes: int, algorithm: str | None) -> int:
+    """Return the length of an object, if it comes in the second round; else 0."""
+    return nbytes if algorithm is not None or nbytes > INLINE_NBYTES else 0
+
+
+def of_one(group: Group, parts: Parts) -> Binding:
+    """Bind what gathers blocks, of which nobody knows the length but the sender."""
+    source: list[Any] = [None] * group.size
+    source[group.rank] = parts
+    return Binding([None] * group.size, source, [None] * group.size)
+
+
+def straight(group: Group, sent: Sequence[Parts], choice: Choice = PAIRWISE) -> tuple[How, Binding]:
+    """Return what exchanges blocks, of which nobody knows the length but the sender.
+
+    So each must travel alone, straight to its rank. This rank's own stays here.
+    """
+    size, me = group.size, group.rank
+    source: list[Any] = [*sent, *[None] * size]
+    source[me] = ()
+    nbytes: list[int | None] = [None] * (2 * size)
+    nbytes[size + me] = 0
+    return ("all_to_all", choice), Binding(nbytes, source, [None] * (2 * size))
+
+
+def came(group: Group, run: CoreRun, first: int = 0) -> list[memoryview | None]:
+    """Return what has come from each rank, as the chunks from `first` on; None: this rank's own."""
+    return [None if rank == group.rank else run.value(first + rank) for rank in range(group.size)]
+
+
+def _with_own(own: Parts, messages: Sequence[memoryview | None]) -> list[memoryview]:
+    """Return messages, with a copy of what this rank gave where there is None."""
+    return [_copy(own) if data is None else data for data in messages]
+
+
+def _copy(parts: Parts) -> memoryview:
+    copy = new_bytes(nbytes_of(parts))
+    fill_from(parts, copy)
+    return copy
 
 
 def all_to_all(group: Group, call: Numbered, blocks: Sequence[Parts], choice: Choice) -> CallSteps:
-    """Send block i to rank i; returns the objects received, by rank."""
+    """Send block i to rank i; returns the bytes of what comes, by rank."""
     size = group.size
-    how = "all_to_all", choice
     if choice.name in STRAIGHT:
-        sent = [(memoryview(_LENGTH.pack(nbytes_of(parts))),) for parts in blocks]
-        lengths = [new_bytes(_LENGTH.size) for _ in range(size)]
-        yield from group.run(call, 0, how, _exchange(group, how, sent, lengths))
-        buffers = [new_bytes(_LENGTH.unpack(length)[0]) for length in lengths]
-        yield from group.run(call, 1, how, _exchange(group, how, blocks, buffers))
-        return buffers
+        run = yield from group.run(call, 0, *straight(group, blocks, choice))
+        return _with_own(blocks[group.rank], came(group, run, size))
     # Others keep blocks on their way, and must know how long they are: as long as the longest.
+    how = "all_to_all", choice
     mine = max(nbytes_of(parts) for parts in blocks)
-    known = yield from _gather_lengths(group, call, ("all_gather", LINEAR), mine)
+    known = yield from _gather_lengths(group, call, mine)
     longest = _LENGTH.size + max(known)
     padded = []
     for parts in blocks:
@@ -95,19 +168,11 @@ def _exchange(
     )
 
 
-def _gather_lengths(group: Group, call: Numbered, how: How, nbytes: int) -> CallSteps:
-    """Return every rank's length, on the ranks that gather."""
-    size = group.size
-    everywhere = how[0] == "all_gather" or group.rank == how[-1]
-    heard = [new_bytes(_LENGTH.size) for _ in range(size)]
-    source: list[Any] = [None] * size
-    source[group.rank] = (memoryview(_LENGTH.pack(nbytes)),)
-    binding = Binding(
-        nbytes=[_LENGTH.size] * size,
-        source=source,
-        target=list(heard) if everywhere else [None] * size,
-    )
-    yield from group.run(call, 0, how, binding)
+def _gather_lengths(group: Group, call: Numbered, nbytes: int) -> CallSteps:
+    """Return every rank's length."""
+    own = (memoryview(_LENGTH.pack(nbytes)),)
+    lengths = [_LENGTH.size] * group.size
+    heard = yield from _gather_bytes(group, call, ("all_gather", LINEAR), own, lengths, 0)
     return [_LENGTH.unpack(view)[0] for view in heard]
 
 
@@ -116,20 +181,14 @@ def _gather_bytes(
     call: Numbered,
     how: How,
     parts: Parts,
-    lengths: Sequence[int] | None,
+    lengths: Sequence[int],
+    subcall: int = 1,
 ) -> CallSteps:
-    """Run the gathering of the bytes; `lengths` on the ranks that gather."""
-    size = group.size
-    source: list[Any] = [None] * size
+    """Run a gathering of bytes; returns those of all ranks, on the ranks that gather."""
+    buffers = [new_bytes(length) for length in lengths]
+    source: list[Any] = [None] * group.size
     source[group.rank] = parts
-    if lengths is None:
-        buffers: list[memoryview] = []
-        nbytes: list[int | None] = [None] * size
-        target: list[memoryview | None] = [None] * size
-    else:
-        buffers = [new_bytes(length) for length in lengths]
-        nbytes, target = list(lengths), list(buffers)
-    yield from group.run(call, 1, how, Binding(nbytes, source, target))
+    yield from group.run(call, subcall, how, Binding(list(lengths), source, list(buffers)))
     return buffers
 
 

@@ -2,7 +2,9 @@
 
 The announcement goes down a fixed binomial tree (subcall 0) and names the kind of value, its
 description and the algorithm of what follows (subcall 1). A broadcast value of at most
-`INLINE_NBYTES` is part of it, and nothing follows, unless the user has named an algorithm.
+`INLINE_NBYTES`, or objects to scatter that have no more together, are part of it, and nothing
+follows, unless the user has named an algorithm. Small objects the core sends and receives itself
+(_core/python/collectives/blocks.c), and knows this form.
 """
 
 from __future__ import annotations
@@ -23,15 +25,13 @@ from pycoll._runtime.binding import Binding
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
-from pycoll._transports.base import Parts
+from pycoll._transports._core import INLINE_NBYTES as INLINE_NBYTES
+from pycoll._transports.base import Parts, nbytes_of
 from pycoll.errors import MismatchError
 
 if TYPE_CHECKING:
     from pycoll._cuda.late_copies import LateCopies
     from pycoll._dtypes import DType
-
-INLINE_NBYTES = 4096
-"""Bytes of a broadcast value that travel with its announcement."""
 
 ANNOUNCING = "broadcast", Choice("tree")
 """Collective and algorithm of the announcement; users append the root."""
@@ -130,6 +130,15 @@ def broadcast(
         bound = bind_broadcast(group, root, announcement, outgoing.parts, None)
         yield from bound.run(group, call, 1)
     return result
+
+
+def broadcast_object(group: Group, call: Numbered, root: int, parts: Parts) -> CallSteps:
+    """Broadcast, on the root, an object that is too long for its announcement."""
+    nbytes = nbytes_of(parts)
+    chosen = group.choose("broadcast", nbytes, None, shm=False)
+    announcement = Announcement(True, nbytes, chosen, b"")
+    yield from _announce(group, call, root, announcement)
+    yield from bind_broadcast(group, root, announcement, parts, None).run(group, call, 1)
 
 
 def of_broadcast(group: Group, outgoing: Outgoing, algorithm: str | None) -> Announcement:
@@ -267,6 +276,10 @@ def take_scatter(
     value: Value | None = None
     if announcement.is_object:
         lengths = list(struct.unpack(f"<{group.size}Q", announcement.description))
+        if announcement.inline is not None:
+            begin = sum(lengths[: group.rank])
+            own = announcement.inline[begin : begin + lengths[group.rank]]
+            return None, memoryview(bytearray(own))
         target = new_bytes(lengths[group.rank])
     else:
         dtype, kind, shape = conversion.from_description(announcement.description)
@@ -331,8 +344,12 @@ def of_scatter(
         views = [(conversion.as_bytes(conversion.contiguous(x.array)),) for x in arrays]
         return of_block(group, arrays[0], algorithm), views
     dumped = [block for block in blocks if not isinstance(block, Value)]
-    lengths = [sum(len(part) for part in parts) for parts in dumped]
+    lengths = [nbytes_of(parts) for parts in dumped]
     nbytes = max(lengths)
     description = struct.pack(f"<{group.size}Q", *lengths)
     chosen = group.choose("scatter", nbytes, algorithm, shm=False)
-    return Announcement(True, nbytes, chosen, description), dumped
+    is_free = algorithm is None and not group.is_named("scatter")
+    inline = None
+    if is_free and sum(lengths) <= INLINE_NBYTES:
+        inline = b"".join([part for parts in dumped for part in parts])
+    return Announcement(True, nbytes, chosen, description, inline), dumped

@@ -16,64 +16,32 @@ from pycoll._arrays.value import Value
 from pycoll._calls import blocks, shared_memory_uneven
 from pycoll._calls.group import Bound, Group, Numbered
 from pycoll._calls.message_steps import pulled
-from pycoll._calls.rooted import INLINE_NBYTES
+from pycoll._calls.object_collectives import LINEAR, came, of_one, straight
 from pycoll._calls.uneven_out import BlockTargets
 from pycoll._dtypes import Array
 from pycoll._runtime.binding import Binding
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
-from pycoll._transports.base import nbytes_of
-
-LINEAR, PAIRWISE = Choice("linear"), Choice("pairwise")
+from pycoll._transports._core import INLINE_NBYTES
 
 
 def gatherv(group: Group, call: Numbered, x: Value, root: int, targets: BlockTargets) -> CallSteps:
     """Gather to the root: there the list of blocks by rank; None elsewhere."""
     yield from pulled(group, x)
-    size = group.size
-    source: list[Any] = [None] * size
-    source[group.rank] = blocks.pack(x)
-    binding = Binding([None] * size, source, [None] * size)
+    binding = of_one(group, blocks.pack(x))
     run = yield from group.run(call, 0, ("gather", LINEAR, root), binding)
     if group.rank != root:
         return None
-    return [
-        targets.copied(rank, x) if rank == root else blocks.unpack(run.value(rank))
-        for rank in range(size)
-    ]
+    return (yield from taken(group, call, "gatherv", [x], came(group, run), targets))
 
 
 def all_gatherv(group: Group, call: Numbered, x: Value, targets: BlockTargets) -> CallSteps:
     """Gather heads and what is small (subcall 0); then, all lengths known, the rest (subcall 1)."""
     yield from pulled(group, x)
-    size, me = group.size, group.rank
     packed = blocks.pack(x)
-    source: list[Any] = [None] * size
-    source[me] = packed if x.array.nbytes <= INLINE_NBYTES else packed[:1]
-    binding = Binding([None] * size, list(source), [None] * size)
+    binding = of_one(group, packed if x.array.nbytes <= INLINE_NBYTES else packed[:1])
     run = yield from group.run(call, 0, ("all_gather", LINEAR), binding)
-    first: list[memoryview] = [run.value(rank) for rank in range(size)]
-    heads = [blocks.read_head(data) for data in first]
-    lengths = [head.nbytes if head.nbytes > INLINE_NBYTES else 0 for head in heads]
-    places = targets.places(heads)
-    values = [
-        targets.copied(rank, x)
-        if rank == me
-        else (places[rank] or head.fresh())
-        if lengths[rank]
-        else blocks.unpack(data)
-        for rank, (head, data) in enumerate(zip(heads, first, strict=True))
-    ]
-    if any(lengths):
-        source[me] = packed[1:] if lengths[me] else (memoryview(b""),)
-        target: list[memoryview | None] = [None] * size
-        for rank, length in enumerate(lengths):
-            if length and rank != me:
-                target[rank] = conversion.as_bytes(values[rank].array)
-        chosen = group.choose("all_gather", max(lengths), None, shm=False)
-        binding = Binding(list(lengths), source, target)
-        yield from group.run(call, 1, ("all_gather", chosen), binding)
-    return values
+    return (yield from taken(group, call, "all_gatherv", [x], came(group, run), targets))
 
 
 def scatterv(
@@ -86,7 +54,8 @@ def scatterv(
     source: list[Any] = [blocks.pack(x) for x in xs] or nothing
     binding = Binding(list(nothing), source, list(nothing))
     run = yield from group.run(call, 0, ("scatter", LINEAR, root), binding)
-    return [target.copied(0, xs[root]) if xs else blocks.unpack(run.value(group.rank))]
+    data = [None if xs else run.value(group.rank)]
+    return (yield from taken(group, call, "scatterv", xs, data, target))
 
 
 def all_to_allv(
@@ -94,19 +63,70 @@ def all_to_allv(
 ) -> CallSteps:
     """Send block i to rank i; returns the blocks received, by rank."""
     yield from pulled(group, *xs)
-    size, me = group.size, group.rank
-    sent = [blocks.pack(x) for x in xs]
-    sent[me] = ()
-    nothing: list[Any] = [None] * size
-    nbytes: list[int | None] = [None] * (2 * size)
-    nbytes[size + me] = nbytes_of(sent[me])
-    # Nobody knows the lengths of others' blocks, so each must travel alone, straight to its rank.
-    binding = Binding(nbytes, [*sent, *nothing], [None] * (2 * size))
-    run = yield from group.run(call, 0, ("all_to_all", PAIRWISE), binding)
-    return [
-        targets.copied(me, xs[me]) if rank == me else blocks.unpack(run.value(size + rank))
-        for rank in range(size)
+    run = yield from group.run(call, 0, *straight(group, [blocks.pack(x) for x in xs]))
+    data = came(group, run, group.size)
+    return (yield from taken(group, call, "all_to_allv", xs, data, targets))
+
+
+def taken(
+    group: Group,
+    call: Numbered,
+    method: str,
+    xs: Sequence[Value],
+    messages: Sequence[memoryview | None],
+    targets: BlockTargets,
+) -> CallSteps:
+    """Return the blocks of a call, when its messages have come; the core begins here, too.
+
+    Args:
+        group, call: the ranks, and the call.
+        method: which.
+        xs: what this rank gave.
+        messages: by the index of their blocks; None: that is this rank's own.
+        targets: where blocks go.
+    """
+    own = xs[group.rank if len(xs) > 1 else 0] if xs else None
+    if method == "all_gatherv":
+        assert own is not None
+        return (yield from _rest(group, call, own, messages, targets))
+    return [_value(index, own, data, targets) for index, data in enumerate(messages)]
+
+
+def _rest(
+    group: Group,
+    call: Numbered,
+    own: Value,
+    messages: Sequence[memoryview | None],
+    targets: BlockTargets,
+) -> CallSteps:
+    """Gather the large blocks, of which the heads have come."""
+    heads = [blocks.read_head(memoryview(blocks.head(own)) if x is None else x) for x in messages]
+    lengths = [head.nbytes if head.nbytes > INLINE_NBYTES else 0 for head in heads]
+    places = targets.places(heads)
+    values = [
+        (places[rank] or heads[rank].fresh())
+        if data is not None and lengths[rank]
+        else _value(rank, own, data, targets)
+        for rank, data in enumerate(messages)
     ]
+    if any(lengths):
+        source: list[Any] = [None] * group.size
+        source[group.rank] = (blocks.elements(own) if lengths[group.rank] else memoryview(b""),)
+        target: list[memoryview | None] = [
+            conversion.as_bytes(value.array) if length and data is not None else None
+            for value, length, data in zip(values, lengths, messages, strict=True)
+        ]
+        chosen = group.choose("all_gather", max(lengths), None, shm=False)
+        binding = Binding(list(lengths), source, target)
+        yield from group.run(call, 1, ("all_gather", chosen), binding)
+    return values
+
+
+def _value(index: int, own: Value | None, data: memoryview | None, targets: BlockTargets) -> Value:
+    if data is not None:
+        return blocks.unpack(data)
+    assert own is not None
+    return targets.copied(index, own)
 
 
 def bind_reduce_scatterv(

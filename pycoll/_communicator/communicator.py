@@ -22,7 +22,7 @@ from pycoll._runtime import counters
 from pycoll._runtime.engine import Engine
 from pycoll._support.foreign_names import ABSENT_FROM_COMMUNICATORS, OF_COMMUNICATORS, Hinting
 from pycoll._support.public_edge import edge, edges, public
-from pycoll._transports._core import KINDS, METHODS
+from pycoll._transports._core import METHODS
 from pycoll.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Communicator(
         calls = self._nonblocking_calls, self._calls
         collectives = core_collectives.collectives_of(group, context, calls, slow)
         context.core.collectives_usable = True
-        names = core_collectives.NONBLOCKING + (METHODS if group.shm is not None else KINDS)
+        names = core_collectives.NONBLOCKING + METHODS
         methods = {name: getattr(messages, name) for name in core_requests.NAMES}
         methods |= {name: getattr(collectives, name) for name in names}
         for twin in ("all_reduce", "iall_reduce"):

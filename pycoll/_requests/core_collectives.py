@@ -13,7 +13,18 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pycoll._arrays import conversion
-from pycoll._calls import arguments, collectives, core_runs, message_steps, rooted, rooted_plans
+from pycoll._calls import (
+    arguments,
+    blocks,
+    collectives,
+    core_runs,
+    message_steps,
+    object_collectives,
+    rooted,
+    rooted_plans,
+    uneven,
+    uneven_out,
+)
 from pycoll._calls.call_plan import ResultOf, Route, conclude
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import SHARED_MEMORY, Group, Numbered
@@ -27,6 +38,7 @@ from pycoll._transports._core import (
     KINDS,
     METHODS,
     OPS,
+    UNEVEN,
     Collective,
     Collectives,
     CompiledPlan,
@@ -42,13 +54,17 @@ if TYPE_CHECKING:
     from pycoll._calls.rooted import Announcement
     from pycoll._runtime.binding import ChunkPlace
     from pycoll._runtime.context import Context
+    from pycoll._transports._core import Memory
     from pycoll._transports.base import Parts
 else:
     np = LazyModule("numpy")
     schedules = LazyModule("pycoll.schedules")
 
-NONBLOCKING = tuple(f"i{name}" for name in KINDS)
-"""Collectives that run there, and so do those of `KINDS`."""
+NONBLOCKING = tuple(f"i{name}" for name in (*KINDS, *UNEVEN))
+"""Collectives that run there, and so do those of `METHODS`."""
+
+_OBJECTS = "gather", "all_gather", "all_to_all"
+"""Of a Python object, or of several, these have blocks, too."""
 
 MOST_DIMS = 6
 """As of _core/python/collectives/collective.h."""
@@ -85,9 +101,9 @@ class CoreCollective(Collective, CoreStarted, shown_as="Request"):
         Under the engine's lock.
         """
         if not self.done:
-            data = self._take_announcement()
-            if data is not None:
-                self._go_on(rooted.Announcement.unpack(memoryview(data)))
+            came = self._take_held()
+            if came is not None:
+                self._go_on(came)
             return
         by_python = self._by_python
         error = self._error()
@@ -101,20 +117,26 @@ class CoreCollective(Collective, CoreStarted, shown_as="Request"):
         if self._made is not None:
             self._made.finish(error)
 
-    def _go_on(self, announcement: Announcement) -> None:
-        """Receive what was announced, which is not what was expected."""
+    def _go_on(self, came: bytes | list[Memory | None]) -> None:
+        """Go on with what has come, which the core does not know."""
         group = self._group
         _, number, *_ = self._description
-        kind, root, place = self._made_by
-        call = self._call
-        take = _broadcast if KINDS[kind] == "broadcast" else _scatter
+        kind, root, given = self._made_by
+        call, name = self._call, METHODS[kind]
         begun = Numbered(call.text.encode(), number)
-        steps, result = take(group, begun, root, announcement, place)
-        owner: Owner = self._owner
-        if place is None and owner.plans is not None:
-            plan = owner.plans.expected(KINDS[kind], call.text.encode(), root, announcement)
-            if plan is not None:
-                self._expect(plan)
+        if isinstance(came, list):
+            steps, result = _blocks(group, begun, name, given, came)
+        elif not came:
+            steps, result = _long_objects(group, begun, name, root, given)
+        else:
+            announcement = rooted.Announcement.unpack(memoryview(came))
+            take = _broadcast if name == "broadcast" else _scatter
+            steps, result = take(group, begun, root, announcement, given)
+            owner: Owner = self._owner
+            if given is None and owner.plans is not None:
+                plan = owner.plans.expected(name, begun.signature, root, announcement)
+                if plan is not None:
+                    self._expect(plan)
         self._by_python = group.engine.start(
             call, steps, partial(conclude, group.engine, result), collective=False
         )
@@ -175,11 +197,13 @@ class CompiledPlans:
     ) -> CompiledPlan | None:
         """Return the core's plan of a call and of all like it; None: Python must run them."""
         _follow_changes()
-        group, calls, name = self._group, self._calls[blocking], KINDS[kind]
-        arguments: dict[str, Any] = {"algorithm": algorithm}
-        if name != "barrier":
+        group, calls, name = self._group, self._calls[blocking], METHODS[kind]
+        arguments: dict[str, Any] = {"algorithm": algorithm} if name not in UNEVEN else {}
+        if name in ("scatterv", "all_to_allv"):
+            arguments["xs"] = x
+        elif name != "barrier":
             arguments["x"] = x
-        if name in ("broadcast", "scatter", "reduce", "gather"):
+        if name in ("broadcast", "scatter", "reduce", "gather", "gatherv", "scatterv"):
             arguments["root"] = root
         if name not in ("barrier", "broadcast"):
             arguments["out"] = result
@@ -194,6 +218,8 @@ class CompiledPlans:
             if algorithm == SHARED_MEMORY:
                 return None
             return self._announced(name, plan.text.encode(), x, root, result, algorithm)
+        if name in UNEVEN or (name in _OBJECTS and conversion.wrap(x) is None):
+            return self._of_blocks(name, plan.text.encode(), root)
         bound: Bound | None = plan.bind()
         if bound is None:
             return None
@@ -212,6 +238,16 @@ class CompiledPlans:
         reduction = core_runs.reduction_of(binding)
         text = plan.text.encode()
         how = steps, places, text, reduction, choice.segments, bound.granule
+        return CompiledPlan(group.size, len(places), *how)
+
+    def _of_blocks(self, name: str, text: bytes, root: int) -> CompiledPlan:
+        """Return the plan of a call on blocks of which only their senders know the length."""
+        group, collective = self._group, name.removesuffix("v")
+        is_exchange = collective == "all_to_all"
+        choice = object_collectives.PAIRWISE if is_exchange else object_collectives.LINEAR
+        schedule = group.schedule(collective, choice.name, root)
+        places = [(-1, -1, -1)] * (group.size * (1 + is_exchange))
+        how = core_runs.steps_of(schedule), places, text, core_runs.NO_REDUCTION
         return CompiledPlan(group.size, len(places), *how)
 
     def expected(
@@ -240,6 +276,8 @@ class CompiledPlans:
         group = self._group
         is_root = group.rank == root
         value = conversion.wrap(x if is_root else result)
+        if is_root and value is None:
+            return self._of_objects(name, text, root)
         if value is None:  # no array off root: anything may come
             steps = self._announcing(root), False, None, -1, self._most(b""), 0, None
             return CompiledPlan(group.size, 0, [], [], text, core_runs.NO_REDUCTION, 1, 1, steps)
@@ -252,6 +290,16 @@ class CompiledPlans:
             came = rooted.of_block(group, value, algorithm)
         target = conversion.wrap(result)
         return self._by_announcement(name, text, root, came, value if is_root else None, target)
+
+    def _of_objects(self, name: str, text: bytes, root: int) -> CompiledPlan | None:
+        """Return the root's plan of short objects, which stand in their announcement."""
+        group = self._group
+        if group.is_named(name):
+            return None
+        lengths = bytes(8 * group.size if name == "scatter" else 0)
+        head = rooted.Announcement(True, 0, object_collectives.LINEAR, lengths, b"").pack()
+        said = self._announcing(root), True, head, 0, self._most(head), 0, None
+        return CompiledPlan(group.size, 0, [], [], text, core_runs.NO_REDUCTION, 1, 1, said)
 
     def _by_announcement(
         self,
@@ -319,6 +367,38 @@ def _scatter(
     out, gpu = arguments.fillable_out(place), conversion.here()
     steps = rooted.take_scatter(group, call, root, announcement, None, gpu, out)
     return steps, partial(rooted_plans.scattered, place, out)
+
+
+def _long_objects(group: Group, call: Numbered, name: str, root: int, given: Any) -> Taking:
+    """Send pickled objects, on the root, of which not even the announcement was sent."""
+    if name == "broadcast":
+        parts, x = given
+        steps = rooted.broadcast_object(group, call, root, parts)
+        return steps, lambda got, late: x
+    steps = rooted.scatter(group, call, given, None, root)
+    return steps, partial(rooted_plans.scattered, None, None)
+
+
+def _blocks(
+    group: Group, call: Numbered, name: str, given: Any, came: list[Memory | None]
+) -> Taking:
+    messages = [memoryview(data) if data is not None else None for data in came]
+    if name not in UNEVEN:
+        (parts,) = given  # only of an all_gather something follows
+        steps = object_collectives.all_gather_rest(group, call, parts, messages)
+        return steps, object_collectives.loaded
+    xs = [conversion.wrap(x) for x in given]
+    values = [x for x in xs if x is not None]
+    targets = uneven_out.BlockTargets(None, len(came), None, {}, values)
+    steps = uneven.taken(group, call, name, values, messages, targets)
+    if name == "scatterv":
+        return steps, lambda got, late: targets.finish(got, late)[0]
+    return steps, targets.finish
+
+
+def _unpack(memory: Memory) -> Any:
+    """Return the array, in host memory, of a block that has come."""
+    return conversion.unwrap(blocks.unpack(memoryview(memory)))
 
 
 def _is_on_gpu(bound: Bound) -> bool:
@@ -395,9 +475,7 @@ def collectives_of(
     calls: tuple[Calls, Calls],
     slow: Callable[[str], Callable[..., Any]],
 ) -> Collectives:
-    """Return the core's collectives of a communicator; `KINDS` and `NONBLOCKING` are its methods.
-
-    In shared memory there are those of blocks that differ in shape or length, too.
+    """Return the core's collectives of a communicator: `METHODS` and `NONBLOCKING` are its methods.
 
     Args:
         group: its ranks.
@@ -412,4 +490,4 @@ def collectives_of(
     twins = (name.replace("reduce_scatterv", "reduce_scatter") for name in METHODS)
     allowed = [shm is not None and group.allows_shared_memory(name) for name in twins]
     bits = sum(is_allowed << method for method, is_allowed in enumerate(allowed))
-    return Collectives(*of_group, plans, finish, slow, shm, bits)
+    return Collectives(*of_group, plans, finish, _unpack, slow, shm, bits)

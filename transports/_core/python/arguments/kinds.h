@@ -20,6 +20,15 @@ static inline bool pc_reduces(int kind) {
            kind == PC_SCAN || kind == PC_EXSCAN;
 }
 
+/* Of blocks that differ in shape. */
+static inline bool pc_is_uneven(int kind) { return kind >= PC_GATHERV; }
+
+/* Of a Python object, too, or of several. */
+static inline bool pc_takes_objects(int kind) {
+    return kind == PC_BROADCAST || kind == PC_GATHER || kind == PC_ALL_GATHER ||
+           kind == PC_SCATTER || kind == PC_ALL_TO_ALL;
+}
+
 /* Only the root knows what will come, and says so first. */
 static inline bool pc_is_announced(int kind) { return kind == PC_BROADCAST || kind == PC_SCATTER; }
 

@@ -32,23 +32,24 @@ static PyObject *joined(PyObject *parts) {
     return whole;
 }
 
+PyObject *pc_object_parts(PyObject *x) {
+    PyObject *parts = dump != NULL ? PyObject_CallFunctionObjArgs(dump, x, NULL) : NULL;
+    if (parts == NULL && PyErr_Occurred() && (PyErr_ExceptionMatches(PyExc_TypeError) ||
+                                              PyErr_ExceptionMatches(PyExc_ValueError)))
+        PyErr_Clear(); /* Python says why it cannot be sent */
+    if (parts == Py_None)
+        Py_CLEAR(parts);
+    return parts;
+}
+
 int pc_object_dump(PyObject *x, struct pc_array *bytes) {
     bytes->held.obj = NULL;
-    PyObject *parts = dump != NULL ? PyObject_CallFunctionObjArgs(dump, x, NULL) : NULL;
-    if (parts == NULL) { /* Python says why it cannot be sent */
-        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError) &&
-            !PyErr_ExceptionMatches(PyExc_ValueError))
-            return -1;
-        PyErr_Clear();
-        return 0;
-    }
-    int status = 0;
-    if (parts != Py_None) {
-        PyObject *whole = PySequence_Size(parts) == 1 ? PySequence_GetItem(parts, 0)
-                                                      : joined(parts);
-        status = whole != NULL && describe(whole, PyBUF_SIMPLE, bytes) == 0 ? 1 : -1;
-        Py_XDECREF(whole);
-    }
+    PyObject *parts = pc_object_parts(x);
+    if (parts == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    PyObject *whole = PySequence_Size(parts) == 1 ? PySequence_GetItem(parts, 0) : joined(parts);
+    int status = whole != NULL && describe(whole, PyBUF_SIMPLE, bytes) == 0 ? 1 : -1;
+    Py_XDECREF(whole);
     Py_DECREF(parts);
     return status;
 }

@@ -9,6 +9,10 @@
    with an exception. Anything may have happened meanwhile: pickling runs code. */
 int pc_object_dump(PyObject *x, struct pc_array *bytes);
 
+/* The same in parts, a sequence of memoryviews (new reference). NULL, perhaps with an exception, as
+   for 0 and -1. */
+PyObject *pc_object_parts(PyObject *x);
+
 /* Memory for so many bytes of an object (new reference), which `into` describes; NULL with an
    exception. */
 PyObject *pc_object_memory(size_t nbytes, struct pc_array *into);

@@ -70,12 +70,34 @@ typedef struct {
 
 struct pc_plan_entry;
 
+/* Bytes that travel at once of what may be longer: see `INLINE_NBYTES` in _calls/rooted.py. */
+#define PC_INLINE_NBYTES 4096
+/* What goes before the elements of a block has at most so many. */
+#define PC_BLOCK_HEAD_NBYTES 320
+
+/* The blocks of a call of which only their senders know the length (blocks.c). */
+struct pc_blocks {
+    bool are_objects;
+    int dtype; /* of arrays */
+    uint32_t num_chunks;
+    struct pc_chunk_place *places; /* by chunk */
+    struct pc_grown *grown;        /* by chunk */
+    struct iovec *parts;           /* of what this rank gives */
+    unsigned char *heads;
+    uint64_t length; /* of an object that comes in the second round */
+    /* those that this rank gets: from a chunk on so many, of which it has one itself, or -1 */
+    int first, count, own_at;
+    PyObject *own;  /* that: an array, or the bytes of an object; NULL: Python makes it */
+    PyObject *came; /* the others, as `Memory`, once somebody has asked; then `grown` has none */
+};
+
 /* The collectives of one communicator. */
 typedef struct {
     PC_METHODS_HEAD
     int size, rank;
     PyObject *planner; /* asked for plans */
     PyObject *finish;  /* waits for a call that takes long: (call, seconds) */
+    PyObject *unpack;  /* makes an array of the `Memory` of a block that has come */
     pc_comm *comm;    /* where blocking calls go first; NULL: nowhere */
     unsigned allowed; /* a bit a method: it may go there */
     uint64_t generation;
@@ -87,7 +109,7 @@ typedef struct {
 struct pc_running {
     PC_STARTED_HEAD(pc_collectives, collectives)
     pc_plan *plan;
-    PyObject *x, *result;                    /* x: or NULL */
+    PyObject *x, *result; /* x: or NULL; of blocks as of `pc_blocks_of`; of a broadcast with it */
     PyObject *source_keeper, *target_keeper; /* of the memory of these; or NULL */
     void *source, *target;
     int number_dtype;           /* the result is a number of that dtype; 0: it is none */
@@ -106,7 +128,11 @@ struct pc_running {
     unsigned char *announcement;
     size_t announcement_nbytes;
     struct pc_chunk_place announcement_place;
-    bool is_held; /* Python must see the announcement */
+    struct pc_blocks *blocks; /* or NULL */
+    bool is_raw; /* the result must be made of what has come: `blocks`, or the announcement */
+    /* Python must see what has come so far; */
+    bool is_held;
+    bool is_left; /* nothing has: it does all */
     bool is_launched;
 };
 
@@ -115,6 +141,30 @@ struct pc_running {
 int pc_collectives_expect(pc_collectives *self, const struct pc_running *like, PyObject *plan);
 /* plan_type.c: plans of an earlier generation than this are not used. */
 uint64_t pc_plans_generation(void);
+
+/* blocks.c: look at the blocks that this rank gives. `for_python` gets these as x has them, `kept`
+   what keeps their memory. NULL without an exception: leave it to Python. */
+struct pc_blocks *pc_blocks_of(const pc_collectives *self, int kind, int root, PyObject *x,
+                               bool is_blocking, PyObject **for_python, PyObject **kept);
+void pc_blocks_free(struct pc_blocks *blocks, pc_engine_object *engine);
+/* Whether all is there, and known here; without the interpreter's lock. */
+bool pc_blocks_are_whole(const struct pc_blocks *blocks);
+/* What has come, as a list of `Memory`; None for this rank's own. NULL with an exception. */
+PyObject *pc_blocks_came(struct pc_blocks *blocks, pc_engine_object *engine);
+PyObject *pc_blocks_result(const pc_collectives *self, struct pc_blocks *blocks, int kind);
+/* The announcement of objects that travel with it; NULL: they are too long. */
+unsigned char *pc_announce_objects(const pc_collectives *self, const pc_plan *plan,
+                                   const struct pc_blocks *blocks, bool scatters, size_t *nbytes);
+/* Whether it is one; and this rank's object. */
+bool pc_announces_object(const unsigned char *announcement, size_t nbytes);
+PyObject *pc_announced_object(const pc_collectives *self, int kind,
+                              const unsigned char *announcement, size_t nbytes);
+
+/* composed_steps.c: memory of the engine's as an object that owns it; without one it goes, too.
+   None for none. */
+PyObject *pc_memory_object(pc_engine_object *engine, void *start, size_t nbytes);
+void *pc_memory_start(PyObject *memory);
+void pc_memory_let_go(pc_engine_object *engine, void *memory);
 
 /* collective_run.c: start a call by its plan; its first block is filled in. It takes the reference
    and returns it. NULL without an exception: it could not be, and Python says why. */

@@ -22,14 +22,20 @@ static void end(struct pc_running *self) {
     pc_started_end((struct pc_started *)self, self->pipeline.status, self->pipeline.status != 0);
 }
 
-static void pipeline_ended(struct pc_pipeline *pipeline) { end(pipeline->owner); }
-
 /* --- what its root announces ------------------------------------------------------------------ */
 
-/* Have Python see the announcement. */
+/* Have Python see what has come. */
 static void hold(struct pc_running *self) {
     self->is_held = true;
     pc_engine_post(self->collectives->engine, &self->event);
+}
+
+static void pipeline_ended(struct pc_pipeline *pipeline) {
+    struct pc_running *self = pipeline->owner;
+    if (pipeline->status == 0 && self->blocks != NULL && !pc_blocks_are_whole(self->blocks))
+        hold(self);
+    else
+        end(self);
 }
 
 static bool is_expected(const struct pc_running *self) {
@@ -51,6 +57,12 @@ static void announcement_ended(struct pc_run *run) {
     }
     if (!announced->is_root) {
         self->announcement_nbytes = run->came;
+        self->is_raw = (self->x == NULL || self->x == Py_None) &&
+                       pc_announces_object(self->announcement, run->came);
+        if (self->is_raw) {
+            end(self);
+            return;
+        }
         if (!is_expected(self)) {
             hold(self);
             return;
@@ -95,6 +107,8 @@ static void announce(struct pc_running *self) {
 static bool prepare_announcement(struct pc_running *self) {
     const struct pc_announced *announced = &self->plan->announced;
     size_t inline_nbytes = announced->inline_nbytes > 0 ? (size_t)announced->inline_nbytes : 0;
+    if (self->announcement != NULL || self->is_left)
+        return true;
     self->announcement_nbytes =
         announced->is_root ? announced->head_nbytes + inline_nbytes : announced->most;
     self->announcement = malloc(self->announcement_nbytes + 1);
@@ -132,7 +146,9 @@ static bool launch(struct pc_running *self, const unsigned char *text, size_t te
     pc_engine_enter(&engine->engine); /* it is launched before it hears of anything */
     self->pipeline.like.call = self->call;
     self->pipeline.context = context;
-    if (self->plan->announced.is_announced)
+    if (self->is_left)
+        hold(self);
+    else if (self->plan->announced.is_announced)
         announce(self);
     else
         pc_pipeline_start(&self->pipeline);
@@ -153,9 +169,11 @@ struct pc_running *pc_collective_start(struct pc_running *started) {
     PyObject *itself = (PyObject *)started;
     bool gives_number = started->source == &started->numbers[1];
     bool makes_number = started->target == &started->numbers[0];
+    const struct pc_blocks *blocks = started->blocks;
     started->pipeline = (struct pc_pipeline){
         .like = {.table = &plan->way.table,
-                 .places = plan->places,
+                 .places = blocks != NULL ? blocks->places : plan->places,
+                 .grown = blocks != NULL ? blocks->grown : NULL,
                  .reduction = plan->reduction,
                  .source = started->source,
                  .target = started->target,

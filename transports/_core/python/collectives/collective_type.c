@@ -24,13 +24,30 @@ static PyObject *int_of(const struct pc_running *self) {
     return result;
 }
 
+/* The result, made of what has come, once: making it may run anything. */
+static PyObject *made_of(struct pc_running *self) {
+    const pc_collectives *collectives = self->collectives;
+    PyObject *made = self->blocks != NULL
+                         ? pc_blocks_result(collectives, self->blocks, self->kind)
+                         : pc_announced_object(collectives, self->kind, self->announcement,
+                                               self->announcement_nbytes);
+    if (made != NULL && self->is_raw) { /* else another thread was quicker */
+        PyObject *before = self->result;
+        self->is_raw = false;
+        self->result = Py_NewRef(made);
+        Py_XDECREF(before);
+    }
+    Py_XDECREF(made);
+    return made != NULL ? Py_NewRef(self->result) : NULL;
+}
+
 static PyObject *result_of(struct pc_started *started) {
     struct pc_running *self = (struct pc_running *)started;
     if (PC_UNLIKELY(self->pipeline.status != 0 || !pc_op_is_done(&self->op)))
         return PyObject_CallMethod((PyObject *)self, "_failed", NULL);
     self->collected = 1;
     if (PC_LIKELY(self->number_dtype == 0))
-        return Py_NewRef(self->result);
+        return PC_UNLIKELY(self->is_raw) ? made_of(self) : Py_NewRef(self->result);
     return self->number_dtype == PC_INT64
                ? int_of(self)
                : pc_number_object(self->number_dtype, &self->numbers[0]);
@@ -80,8 +97,7 @@ static PyObject *collective_description(struct pc_running *self, void *Py_UNUSED
                          (unsigned long long)self->number, status, from, came, expected);
 }
 
-static PyObject *collective_take_announcement(struct pc_running *self,
-                                              PyObject *Py_UNUSED(unused)) {
+static PyObject *collective_take_held(struct pc_running *self, PyObject *Py_UNUSED(unused)) {
     struct pc_turn turn;
     bool is_held = pc_engine_take(self->collectives->engine, &turn) && self->is_held &&
                    self->under_way;
@@ -89,7 +105,10 @@ static PyObject *collective_take_announcement(struct pc_running *self,
     pc_engine_give(self->collectives->engine, &turn);
     if (!is_held)
         Py_RETURN_NONE;
-    return Py_BuildValue("y#", self->announcement, (Py_ssize_t)self->announcement_nbytes);
+    if (self->blocks != NULL)
+        return pc_blocks_came(self->blocks, self->collectives->engine);
+    return Py_BuildValue("y#", self->is_left ? (void *)"" : self->announcement,
+                         (Py_ssize_t)self->announcement_nbytes);
 }
 
 static PyObject *collective_settle(struct pc_running *self, PyObject *args) {
@@ -100,6 +119,7 @@ static PyObject *collective_settle(struct pc_running *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "Opp", &result, &failed, &unfit))
         return NULL;
     self->result = Py_NewRef(result);
+    self->is_raw = false;
     Py_XDECREF(before);
     if (pc_engine_take(engine, &turn))
         pc_collective_settle(self, failed ? PC_FAILED_IN_PYTHON : unfit ? PC_UNFIT : 0);
@@ -121,6 +141,8 @@ static PyObject *collective_call(struct pc_running *self, void *Py_UNUSED(unused
 
 static void collective_dealloc(struct pc_running *self) {
     free(self->announcement);
+    if (self->blocks != NULL)
+        pc_blocks_free(self->blocks, self->collectives->engine);
     pc_pipeline_free(&self->pipeline);
     Py_XDECREF(self->algorithm);
     Py_XDECREF(self->x);
@@ -135,8 +157,9 @@ static void collective_dealloc(struct pc_running *self) {
 static PyMethodDef collective_methods[] = {
     {"_awaited", (PyCFunction)collective_awaited, METH_NOARGS,
      "World ranks that must be in the call before it ends."},
-    {"_take_announcement", (PyCFunction)collective_take_announcement, METH_NOARGS,
-     "The root's announcement, if Python must see it and has not; else None."},
+    {"_take_held", (PyCFunction)collective_take_held, METH_NOARGS,
+     "What has come and Python must see, if it has not: the root's announcement, or a list of "
+     "blocks; nothing: it does all. Else None."},
     {"_settle", (PyCFunction)collective_settle, METH_VARARGS,
      "_settle(result, failed, unfit): what Python went on with is done."},
     {"_expect", (PyCFunction)collective_expect, METH_O,
@@ -150,7 +173,8 @@ static PyGetSetDef collective_values[] = {
      "why it failed.",
      NULL},
     {"_made_by", (getter)collective_call, NULL,
-     "(kind, root, x): what was called; off root of a scatter, `out` for x.", NULL},
+     "(kind, root, x): what was called; off root of a scatter, `out` for x; of blocks a tuple of "
+     "those given, of objects their parts.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -212,6 +212,61 @@ static bool find_value(pc_collectives *self, struct plan_key *key, PyObject **va
     return true;
 }
 
+/* A call on blocks of which only their senders know the length. NULL, perhaps with an exception:
+   leave it to Python. */
+static struct pc_running *begin_blocks(pc_collectives *self, struct plan_key *key,
+                                       PyObject **values) {
+    int kind = key->kind;
+    bool is_announced = pc_is_announced(kind);
+    bool is_rooted = kind == PC_GATHER || kind == PC_GATHERV;
+    PyObject *given = NULL, *kept = NULL;
+    if (values[XS] != NULL)
+        values[X] = values[XS];
+    if (key->algorithm != NULL ||
+        (!is_none(values[OUT]) && !(is_rooted && self->rank != key->root)))
+        return NULL;
+    struct pc_blocks *blocks = pc_blocks_of(self, kind, key->root, values[X], key->blocking != 0,
+                                            &given, &kept);
+    /* pickling may have run anything */
+    if (blocks != NULL && !pc_may_start((struct pc_methods *)self,
+                                        self->context->collectives_usable)) {
+        pc_blocks_free(blocks, self->engine);
+        blocks = NULL;
+    }
+    struct pc_running *started = NULL;
+    key->ndim = -1;
+    key->dtype = blocks != NULL ? blocks->dtype : 0;
+    PyObject *plan = blocks != NULL ? plan_of(self, key, values, Py_None) : NULL;
+    if (plan != NULL && plan != Py_None)
+        started = pc_started_new(self->type, &pc_collective_ops, self, key->blocking != 0);
+    if (started != NULL) {
+        started->plan = (pc_plan *)Py_NewRef(plan);
+        started->result = Py_NewRef(kind == PC_BROADCAST ? values[X] : Py_None);
+        started->x = kind != PC_BROADCAST
+                         ? Py_NewRef(given)
+                         : PyTuple_Pack(2, PyTuple_GetItem(given, 0), values[X]);
+        started->kind = kind;
+        started->root = key->root;
+        started->source_keeper = Py_NewRef(kept);
+        started->is_raw = kind != PC_BROADCAST;
+        if (is_announced) {
+            started->announcement =
+                pc_announce_objects(self, started->plan, blocks, kind == PC_SCATTER,
+                                    &started->announcement_nbytes);
+            started->is_left = started->announcement == NULL;
+        } else {
+            started->blocks = blocks;
+            blocks = NULL;
+        }
+        started = pc_collective_start(started);
+    }
+    pc_blocks_free(blocks, self->engine);
+    Py_XDECREF(plan);
+    Py_XDECREF(given);
+    Py_XDECREF(kept);
+    return started;
+}
+
 /* NULL without an exception: leave it to Python. */
 static struct pc_running *begin(pc_collectives *self, int kind, bool is_blocking,
                                 PyObject *algorithm, PyObject **values) {
@@ -226,8 +281,11 @@ static struct pc_running *begin(pc_collectives *self, int kind, bool is_blocking
         key.op = pc_reduces(kind) ? find_op(values[OP]) : 0;
         if (key.root >= 0 && pc_is_announced(kind) && self->rank != key.root)
             return begin_announced(self, &key, values);
-        if (key.root < 0 || key.op < 0 || !find_value(self, &key, values, &x))
+        if (key.root < 0 || key.op < 0)
             return NULL;
+        if (pc_is_uneven(kind) || !find_value(self, &key, values, &x))
+            return pc_is_uneven(kind) || pc_takes_objects(kind) ? begin_blocks(self, &key, values)
+                                                                : NULL;
     }
     PyObject *result = kind == PC_BROADCAST ? Py_NewRef(values[X])
                                             : result_for(self->size, self->rank, kind, values, &x,
@@ -293,7 +351,8 @@ static inline PyObject *collective(pc_collectives *self, const char *name, int k
             result = pc_shared_run(comm, kind, values);
             goes_on = comm->heard;
         }
-        if (PC_UNLIKELY(result == NULL) && !PyErr_Occurred() && !goes_on && kind < PC_KINDS)
+        if (PC_UNLIKELY(result == NULL) && !PyErr_Occurred() && !goes_on &&
+            kind != PC_REDUCE_SCATTERV)
             result = by_messages(self, kind, is_blocking, values);
         if (PC_LIKELY(result != NULL) || PyErr_Occurred())
             return result;
@@ -305,17 +364,17 @@ static inline PyObject *collective(pc_collectives *self, const char *name, int k
 }
 
 static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-    PyObject *context, *owner, *call, *planner, *finish, *slow, *comm;
+    PyObject *context, *owner, *call, *planner, *finish, *unpack, *slow, *comm;
     int size, rank;
     unsigned allowed;
-    if (!PyArg_ParseTuple(args, "OiiOOOOOOI", &context, &size, &rank, &owner, &call, &planner,
-                          &finish, &slow, &comm, &allowed))
+    if (!PyArg_ParseTuple(args, "OiiOOOOOOOI", &context, &size, &rank, &owner, &call, &planner,
+                          &finish, &unpack, &slow, &comm, &allowed))
         return NULL;
     if (!PyObject_TypeCheck(context, pc_context_type) || !PyType_Check(call) ||
         !PyType_IsSubtype((PyTypeObject *)call, pc_collective_type) ||
         (comm != Py_None && !PyObject_TypeCheck(comm, pc_comm_type))) {
         PyErr_SetString(PyExc_TypeError, "arguments are context, size, rank, owner, type, planner, "
-                                         "finish, slow, comm, allowed");
+                                         "finish, unpack, slow, comm, allowed");
         return NULL;
     }
     pc_collectives *self = pc_new(type);
@@ -329,6 +388,7 @@ static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *P
     self->type = Py_NewRef(call);
     self->planner = Py_NewRef(planner);
     self->finish = Py_NewRef(finish);
+    self->unpack = Py_NewRef(unpack);
     self->slow = Py_NewRef(slow);
     self->comm = comm != Py_None ? (pc_comm *)Py_NewRef(comm) : NULL;
     self->allowed = allowed;
@@ -345,6 +405,7 @@ static int collectives_traverse(pc_collectives *self, visitproc visit, void *arg
     Py_VISIT(self->owner);
     Py_VISIT(self->planner);
     Py_VISIT(self->finish);
+    Py_VISIT(self->unpack);
     Py_VISIT(self->slow);
     Py_VISIT((PyObject *)self->comm);
     return 0;
@@ -354,6 +415,7 @@ static int collectives_clear(pc_collectives *self) {
     Py_CLEAR(self->owner);
     Py_CLEAR(self->planner);
     Py_CLEAR(self->finish);
+    Py_CLEAR(self->unpack);
     Py_CLEAR(self->slow);
     return 0;
 }
@@ -392,19 +454,22 @@ COLLECTIVE(all_to_all, PC_ALL_TO_ALL)
 COLLECTIVE(scan, PC_SCAN)
 COLLECTIVE(exscan, PC_EXSCAN)
 WAITED(reduce_scatterv, PC_REDUCE_SCATTERV)
-WAITED(gatherv, PC_GATHERV)
-WAITED(all_gatherv, PC_ALL_GATHERV)
-WAITED(scatterv, PC_SCATTERV)
-WAITED(all_to_allv, PC_ALL_TO_ALLV)
+COLLECTIVE(gatherv, PC_GATHERV)
+COLLECTIVE(all_gatherv, PC_ALL_GATHERV)
+COLLECTIVE(scatterv, PC_SCATTERV)
+COLLECTIVE(all_to_allv, PC_ALL_TO_ALLV)
 
 #define BLOCKING(name, function, parameters)                                      \
     {#name, (PyCFunction)(void (*)(void))function, METH_FASTCALL | METH_KEYWORDS, \
      #name "($self, " parameters "timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
-#define METHODS(name, parameters)                                                                \
-    {"i" #name, (PyCFunction)(void (*)(void))start_##name, METH_FASTCALL | METH_KEYWORDS,        \
-     "i" #name "($self, " parameters "*, algorithm=None)\n--\n\nSee pycoll.Communicator.i" #name \
-     "."},                                                                                       \
+#define STARTING(name, parameters)                                                        \
+    {"i" #name, (PyCFunction)(void (*)(void))start_##name, METH_FASTCALL | METH_KEYWORDS, \
+     "i" #name "($self, " parameters ")\n--\n\nSee pycoll.Communicator.i" #name "."}
+#define METHODS(name, parameters)                           \
+    STARTING(name, parameters "*, algorithm=None"),         \
         BLOCKING(name, run_##name, parameters "*, algorithm=None, ")
+#define METHODS_OF_BLOCKS(name, parameters) \
+    STARTING(name, parameters), BLOCKING(name, run_##name, parameters ", *, ")
 
 static PyMethodDef collectives_methods[] = {
     METHODS(barrier, ""),
@@ -418,10 +483,10 @@ static PyMethodDef collectives_methods[] = {
     METHODS(all_to_all, "x, out=None, "),
     METHODS(scan, "x, op='sum', out=None, "),
     METHODS(exscan, "x, op='sum', out=None, "),
-    BLOCKING(gatherv, run_gatherv, "x, root=0, out=None, *, "),
-    BLOCKING(all_gatherv, run_all_gatherv, "x, out=None, *, "),
-    BLOCKING(scatterv, run_scatterv, "xs, root=0, out=None, *, "),
-    BLOCKING(all_to_allv, run_all_to_allv, "xs, out=None, *, "),
+    METHODS_OF_BLOCKS(gatherv, "x, root=0, out=None"),
+    METHODS_OF_BLOCKS(all_gatherv, "x, out=None"),
+    METHODS_OF_BLOCKS(scatterv, "xs, root=0, out=None"),
+    METHODS_OF_BLOCKS(all_to_allv, "xs, out=None"),
     BLOCKING(reduce_scatterv, run_reduce_scatterv,
              "x, counts, op='sum', out=None, *, algorithm=None, "),
     {NULL, NULL, 0, NULL},
@@ -433,13 +498,14 @@ static PyType_Slot collectives_slots[] = {
     {Py_tp_traverse, collectives_traverse},
     {Py_tp_clear, collectives_clear},
     {Py_tp_methods, collectives_methods},
-    {Py_tp_doc, "Collectives(context, size, rank, owner, type, planner, finish, slow, comm, "
-                "allowed)\n\n"
+    {Py_tp_doc, "Collectives(context, size, rank, owner, type, planner, finish, unpack, slow, "
+                "comm, allowed)\n\n"
                 "The collectives of one communicator in the core. `type` is a "
                 "subclass of `Collective`; `planner(kind, blocking, x, op, root, result, "
                 "algorithm)` returns a `Plan`, or None if Python must run such calls; "
-                "`finish(collective, seconds)` waits for one that takes long; `slow(name)` "
-                "returns the Python method to which goes what is not done here. In shared memory, "
+                "`finish(collective, seconds)` waits for one that takes long; "
+                "`unpack(memory)` makes the array of a block that has come; `slow(name)` returns"
+                "  the Python method to which goes what is not done here. In shared memory, "
                 "`comm` (None: there is none), go the methods of `allowed`, a bit each."},
     {0, NULL},
 };

@@ -16,7 +16,7 @@ typedef struct {
     size_t nbytes;
 } pc_memory;
 
-static void let_go(pc_engine_object *engine, void *memory) {
+void pc_memory_let_go(pc_engine_object *engine, void *memory) {
     struct pc_turn turn;
     if (memory == NULL)
         return;
@@ -27,13 +27,12 @@ static void let_go(pc_engine_object *engine, void *memory) {
     pc_engine_give(engine, &turn);
 }
 
-/* It owns the memory; without an object of ours that goes, too. None for none. */
-static PyObject *memory_of(pc_engine_object *engine, void *start, size_t nbytes) {
+PyObject *pc_memory_object(pc_engine_object *engine, void *start, size_t nbytes) {
     if (start == NULL)
         return Py_NewRef(Py_None);
     pc_memory *self = pc_new(pc_memory_type);
     if (self == NULL) {
-        let_go(engine, start);
+        pc_memory_let_go(engine, start);
         return NULL;
     }
     self->engine = (pc_engine_object *)Py_NewRef((PyObject *)engine);
@@ -42,13 +41,15 @@ static PyObject *memory_of(pc_engine_object *engine, void *start, size_t nbytes)
     return (PyObject *)self;
 }
 
+void *pc_memory_start(PyObject *memory) { return ((pc_memory *)memory)->start; }
+
 static int memory_buffer(PyObject *object, Py_buffer *view, int flags) {
     pc_memory *self = (pc_memory *)object;
     return PyBuffer_FillInfo(view, object, self->start, (Py_ssize_t)self->nbytes, 0, flags);
 }
 
 static void memory_dealloc(pc_memory *self) {
-    let_go(self->engine, self->start);
+    pc_memory_let_go(self->engine, self->start);
     Py_DECREF((PyObject *)self->engine);
     pc_free(self);
 }
@@ -70,7 +71,7 @@ PyType_Spec pc_memory_spec = {
 void pc_composed_free_grown(struct pc_composed *self) {
     for (uint32_t chunk = 0; self->grown != NULL && chunk < self->plan->way.table.num_chunks;
          chunk++)
-        let_go(self->on->engine, self->grown[chunk].memory);
+        pc_memory_let_go(self->on->engine, self->grown[chunk].memory);
     free(self->grown);
     self->grown = NULL;
 }
@@ -203,7 +204,7 @@ PyObject *pc_composed_incoming(struct pc_composed *self, PyObject *args) {
     struct pc_run *run = enter(self, args, num_steps(self), &step, &turn);
     if (run != NULL && run->table->steps[step].kind == PC_STEP_REDUCE)
         memory = pc_run_take_incoming(run, step, &nbytes);
-    return leave(self, &turn) ? memory_of(self->on->engine, memory, nbytes) : NULL;
+    return leave(self, &turn) ? pc_memory_object(self->on->engine, memory, nbytes) : NULL;
 }
 
 PyObject *pc_composed_own(struct pc_composed *self, PyObject *args) {
@@ -212,7 +213,7 @@ PyObject *pc_composed_own(struct pc_composed *self, PyObject *args) {
     struct pc_run *run = enter(self, args, num_chunks(self), &chunk, &turn);
     void *memory = run != NULL ? pc_run_take_own(run) : NULL;
     size_t nbytes = memory != NULL ? run->own_nbytes : 0;
-    return leave(self, &turn) ? memory_of(self->on->engine, memory, nbytes) : NULL;
+    return leave(self, &turn) ? pc_memory_object(self->on->engine, memory, nbytes) : NULL;
 }
 
 PyObject *pc_composed_grown(struct pc_composed *self, PyObject *number) {
@@ -224,5 +225,5 @@ PyObject *pc_composed_grown(struct pc_composed *self, PyObject *number) {
     struct pc_grown *grown = &self->grown[chunk];
     void *memory = grown->memory;
     grown->memory = NULL;
-    return memory_of(self->on->engine, memory, grown->nbytes);
+    return pc_memory_object(self->on->engine, memory, grown->nbytes);
 }

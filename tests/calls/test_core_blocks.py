@@ -1,0 +1,264 @@
+"""Collectives by messages on uneven blocks and on objects: in the core.
+
+Ranks that take the way through Python say the same, so any rank may.
+"""
+
+from __future__ import annotations
+
+import pytest
+from core_counting import COUNTING
+from pool_scripts import Scripts
+from tiers import few
+
+pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
+
+IN_CORE = ["shm", "tcp"]
+
+CALLS = """
+import sys
+
+def calls_of(name):
+    "The methods of a name that go by messages."
+    yield lambda *args: getattr(comm, "i" + name)(*args).wait()
+    if over_sockets:
+        yield getattr(comm, name)
+
+def blocks_of(length):
+    "What this rank has for each rank, and what each rank has for this one."
+    def block(sender, receiver):
+        return np.full((length * (1 + sender), 2), 10.0 * sender + receiver)
+    return [block(rank, each) for each in range(size)], [block(each, rank) for each in range(size)]
+
+def objects_of(length):
+    "The same of objects, of which some hold large arrays."
+    def block(sender, receiver):
+        return {"from": sender, "to": receiver, "text": "x" * length, "a": np.arange(length)}
+    return [block(rank, each) for each in range(size)], [block(each, rank) for each in range(size)]
+
+def same(got, want):
+    np.testing.assert_equal(got, want)
+
+def move_blocks(length, root):
+    mine, for_me = blocks_of(length)
+    gathered = [blocks[0] for blocks in map(lambda each: blocks_from(each, length), range(size))]
+    for gatherv in calls_of("gatherv"):
+        same(gatherv(mine[0], root), gathered if rank == root else None)
+    for all_gatherv in calls_of("all_gatherv"):
+        same(all_gatherv(mine[0]), gathered)
+    for scatterv in calls_of("scatterv"):
+        same(scatterv(mine if rank == root else None, root), for_me[root])
+    for all_to_allv in calls_of("all_to_allv"):
+        same(all_to_allv(mine), for_me)
+
+def blocks_from(sender, length):
+    return [np.full((length * (1 + sender), 2), 10.0 * sender + each) for each in range(size)]
+
+def move_objects(length, root):
+    mine, for_me = objects_of(length)
+    gathered = [{**each, "to": 0} for each in for_me]
+    for gather in calls_of("gather"):
+        same(gather(mine[0], root), gathered if rank == root else None)
+    for all_gather in calls_of("all_gather"):
+        same(all_gather(mine[0]), gathered)
+    for all_to_all in calls_of("all_to_all"):
+        same(all_to_all(mine), for_me)
+    for broadcast in calls_of("broadcast"):
+        got = broadcast(mine[0] if rank == root else None, root)
+        same(got, gathered[root])
+        assert (got is mine[0]) == (rank == root)
+    for scatter in calls_of("scatter"):
+        same(scatter(mine if rank == root else None, root), for_me[root])
+"""
+
+
+@pytest.mark.parametrize("transport", IN_CORE)
+def test_small_blocks_and_objects_go_without_python(scripts: Scripts, transport: str) -> None:
+    text = f"""{CALLS}
+over_sockets = {transport == "tcp"}
+size = comm.size
+ALLOWED = {{"__call__", "pycoll._arrays.objects", "_dump", "_load", "pycoll._arrays.conversion"}}
+{COUNTING}
+mine, something = [np.arange(3.0), np.ones((2, 2))], {{"a": 1, "b": [rank]}}
+made = {{
+    "gatherv": [mine[0]],
+    "all_gatherv": [mine[0]],
+    "scatterv": [mine if rank == 0 else None],
+    "all_to_allv": [mine],
+    "gather": [something],
+    "all_gather": [something],
+    "all_to_all": [[something, "text"]],
+    "broadcast": [something if rank == 0 else None],
+    "scatter": [[something, 7] if rank == 0 else None],
+}}
+for name, args in made.items():
+    for method in calls_of(name):
+        goes_without_python(lambda: method(*args))
+ok()
+"""
+    scripts(2, text, transport)
+
+
+@pytest.mark.parametrize("transport", few(IN_CORE, ["zmq"]))
+def test_blocks_and_objects_of_every_length_arrive(scripts: Scripts, transport: str) -> None:
+    """Around what travels at once, with some ranks above that and some below."""
+    text = f"""{CALLS}
+over_sockets = {transport != "shm"}
+size = comm.size
+for turn, length in enumerate((0, 1, 85, 86, 128, 255, 256, 257, 5000, 100_000)):
+    move_blocks(length, turn % size)
+for turn, length in enumerate((0, 1, 200, 440, 450, 1300, 1400, 5000, 100_000)):
+    move_objects(length, turn % size)
+ok()
+"""
+    scripts(3, text, transport)
+
+
+@pytest.mark.parametrize("transport", IN_CORE)
+def test_any_rank_may_go_through_python(scripts: Scripts, transport: str) -> None:
+    text = f"""{CALLS}
+over_sockets = {transport == "tcp"}
+size, core = comm.size, comm
+class Slow:
+    "The methods of Python in place of the core's."
+    def __getattr__(self, name):
+        return getattr(pycoll.Communicator, name).__get__(core)
+for slow in range(size):
+    comm = Slow() if rank == slow else core
+    for length in (1, 128, 400, 5000):
+        move_blocks(length, slow)
+        move_blocks(length, (slow + 1) % size)
+        move_objects(length, slow)
+        move_objects(length, (slow + 1) % size)
+ok()
+"""
+    scripts(3, text, transport)
+
+
+@pytest.mark.parametrize("transport", IN_CORE)
+def test_an_object_is_pickled_once_however_long_it_is(scripts: Scripts, transport: str) -> None:
+    text = """
+comm.ibarrier().wait()  # the first call is perhaps Python's
+pickled = []
+class Thing:
+    def __init__(self, length):
+        self.text = "x" * length
+    def __getstate__(self):
+        pickled.append(self)
+        return {"text": self.text}
+for length in (10, 10_000, 100_000):
+    thing = Thing(length)
+    for turn in range(2):  # a plan is made of the first
+        pickled.clear()
+        results = [
+            comm.ibroadcast(thing if rank == 0 else None),
+            comm.igather(thing),
+            comm.iall_gather(thing),
+            comm.iall_to_all([thing, None]),
+            comm.iscatter([thing, None] if rank == 0 else None),
+        ]
+        pycoll.wait_all(results)
+    assert len(pickled) == (5 if rank == 0 else 3), (length, len(pickled))
+ok()
+"""
+    scripts(2, text, transport)
+
+
+@pytest.mark.parametrize("transport", IN_CORE)
+def test_what_cannot_be_loaded_fails_where_it_is_received_and_breaks_nothing(
+    scripts: Scripts, transport: str
+) -> None:
+    text = """
+class Sour:
+    def __init__(self, length=0):
+        self.text = "x" * length
+    def __setstate__(self, state):
+        raise RuntimeError("not here")
+for thing in (Sour(), Sour(100_000)):
+    sent = thing if rank == 0 else "sweet"
+    for start in (
+        lambda: comm.igather(sent, 1),
+        lambda: comm.iall_gather(sent),
+        lambda: comm.iall_to_all([None, sent]),
+        lambda: comm.ibroadcast(sent if rank == 0 else None),
+        lambda: comm.iscatter(["sweet", sent] if rank == 0 else None),
+    ):
+        request = start()
+        if rank == 0 and "all_gather" not in repr(request):  # which loads its own, too
+            request.wait()
+        else:
+            error_like(RuntimeError, "not here", request.wait)
+        comm.barrier()
+assert comm.all_reduce(1) == 2
+ok()
+"""
+    scripts(2, text, transport)
+
+
+@pytest.mark.parametrize("transport", IN_CORE)
+def test_a_result_is_made_once_and_of_what_was_given(scripts: Scripts, transport: str) -> None:
+    text = """
+x, row, thing = np.arange(3.0) + rank, [np.ones(2), np.ones(3)], {"a": [rank]}
+requests = [
+    comm.iall_gatherv(x),
+    comm.iall_to_allv(row),
+    comm.iall_gather(thing),
+    comm.iall_to_all([thing, thing]),
+]
+while not all(request.test() for request in requests):
+    pass
+x[:] = -1
+row[rank][:] = -1
+thing["a"].append("later")
+first = [request.wait() for request in requests]
+gathered, exchanged, objects, swapped = first
+assert [each.tolist() for each in gathered] == [[0, 1, 2], [1, 2, 3]]
+assert [each.tolist() for each in exchanged] == [[1] * (2 + rank)] * 2
+assert objects == swapped == [{"a": [0]}, {"a": [1]}]
+assert all(request.wait() is result for request, result in zip(requests, first))
+assert not np.shares_memory(gathered[rank], x)
+gathered[1 - rank][:] = 0  # it is writable
+ok()
+"""
+    scripts(2, text, transport)
+
+
+@pytest.mark.parametrize("transport", IN_CORE)
+def test_ranks_that_move_different_things_hear_of_it(scripts: Scripts, transport: str) -> None:
+    text = """
+for mine, other in (
+    (lambda c: c.igatherv(np.ones(2)), lambda c: c.igatherv(np.ones(2, int))),
+    (lambda c: c.iall_gather({"a": 1}), lambda c: c.iall_gather(np.ones(2))),
+    (lambda c: c.iall_to_all([1, 2]), lambda c: c.iall_to_allv([np.ones(1)] * 2)),
+):
+    c = comm.dup()
+    request = (mine if rank == 0 else other)(c)
+    error = error_of(lambda: (request.wait(10), c.barrier(timeout=10)))
+    assert type(error) is pycoll.MismatchError, repr(error)
+ok()
+"""
+    scripts(2, text, transport)
+
+
+@pytest.mark.parametrize("transport", IN_CORE)
+def test_what_was_given_up_frees_its_blocks(scripts: Scripts, transport: str) -> None:
+    text = """
+import gc, weakref
+x = np.ones(200_000)
+seen = weakref.ref(x)
+c = comm.dup()
+small = np.ones(1)
+pycoll.wait_all([c.iall_gatherv(small), c.iall_gather({"x": small}), c.igatherv(small, 1)])
+if rank == 0:
+    requests = [c.iall_gatherv(x), c.iall_gather({"x": x}), c.igatherv(x, 1)]
+    assert not requests[0].test()
+    c.close()
+    assert all(type(error_of(request.wait)) is pycoll.Error for request in requests)
+    del requests, x
+    comm.barrier()
+    gc.collect()  # errors have tracebacks
+    assert seen() is None
+else:
+    comm.barrier()
+ok()
+"""
+    scripts(2, text, transport)

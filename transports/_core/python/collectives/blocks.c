@@ -1,0 +1,422 @@
+/* Collectives by messages on blocks of which only their senders know the length: arrays of
+   different shapes (gatherv, all_gatherv, scatterv, all_to_allv) and pickled objects (gather,
+   all_gather, all_to_all; broadcast and scatter are announced). See pycoll/_calls/blocks.py and
+   object_collectives.py, which say what the messages are.
+
+   What has come is made into arrays and objects when somebody wants the result. A call of which
+   more follows than one schedule, or of which something came that is not known here, is held:
+   Python goes on with what has come. */
+#include "collective.h"
+
+#include "base/copy.h"
+#include "python/arguments/memory.h"
+#include "python/arguments/objects.h"
+#include "python/base/views.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define ALIGNMENT 64 /* as in blocks.py */
+/* A longer array is a view of what has come. */
+#define COPIED_NBYTES ((size_t)64 << 10)
+
+static bool is_of_one(int kind) {
+    return kind == PC_GATHER || kind == PC_ALL_GATHER || kind == PC_GATHERV ||
+           kind == PC_ALL_GATHERV;
+}
+static bool is_all_to_all(int kind) { return kind == PC_ALL_TO_ALL || kind == PC_ALL_TO_ALLV; }
+static bool has_two_rounds(int kind) { return kind == PC_ALL_GATHER || kind == PC_ALL_GATHERV; }
+
+/* --- what this rank gives --------------------------------------------------------------------- */
+
+/* The blocks that it has, as a tuple (new reference); NULL, perhaps with an exception: x is no
+   list of them. */
+static PyObject *items_of(const pc_collectives *self, int kind, int root, PyObject *x) {
+    bool scatters = kind == PC_SCATTERV || kind == PC_SCATTER;
+    if (scatters && self->rank != root)
+        return PyTuple_New(0);
+    if (x == NULL || is_of_one(kind) || kind == PC_BROADCAST)
+        return x != NULL ? PyTuple_Pack(1, x) : NULL;
+    if (!PyList_CheckExact(x) && !PyTuple_CheckExact(x))
+        return NULL;
+    PyObject *items = PyList_CheckExact(x) ? PyList_AsTuple(x) : Py_NewRef(x);
+    if (items != NULL && PyTuple_Size(items) != self->size)
+        Py_CLEAR(items);
+    return items;
+}
+
+/* Where the bytes of a block are, from `begin` on in the parts of all. */
+struct span {
+    size_t begin, count, nbytes;
+};
+
+struct given {
+    int kind;
+    bool is_blocking;
+    PyObject *kept; /* what the memory belongs to, a list */
+    struct pc_blocks *blocks;
+    struct span *spans;
+};
+
+static bool add_array(struct given *given, size_t index, PyObject *item, bool keeps) {
+    struct pc_blocks *blocks = given->blocks;
+    struct pc_array array, made;
+    if (!pc_memory_of(item, &array))
+        return false;
+    bool fits = array.ndim <= PC_DESCRIBED_DIMS && (index == 0 || array.dtype == blocks->dtype);
+    bool is_later = has_two_rounds(given->kind) && array.nbytes > PC_INLINE_NBYTES;
+    PyObject *keeper = fits ? pc_memory_keeper(&array, item, given->is_blocking) : NULL;
+    if (keeper != NULL && PyList_SetItem(given->kept, (Py_ssize_t)index, keeper) == 0) {
+        unsigned char *head = blocks->heads + index * PC_BLOCK_HEAD_NBYTES;
+        uint32_t length = pc_describe_memory(&array, 0, head + 4);
+        size_t nbytes = pc_round_up(4 + (size_t)length, ALIGNMENT);
+        memcpy(head, &length, 4);
+        memset(head + 4 + length, 0, nbytes - 4 - length);
+        struct iovec *parts = &blocks->parts[2 * index];
+        parts[0] = (struct iovec){head, nbytes};
+        parts[1] = (struct iovec){array.data, array.nbytes};
+        given->spans[index] = (struct span){2 * index, is_later ? 1 : 2,
+                                            nbytes + (is_later ? 0 : array.nbytes)};
+        blocks->dtype = array.dtype;
+        if (keeps && !is_later) {
+            blocks->own = pc_memory_new(&array, item, 0, &made);
+            fits = blocks->own != NULL;
+            if (fits) {
+                pc_copy(made.data, array.data, array.nbytes);
+                pc_memory_release(&made);
+            }
+        }
+    }
+    pc_memory_release(&array);
+    return fits && keeper != NULL;
+}
+
+/* All parts of an object in one piece, which is writable; NULL with an exception. */
+static PyObject *copy_of(const struct iovec *parts, size_t count, size_t nbytes) {
+    PyObject *copy = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)nbytes);
+    char *to = copy != NULL ? PyByteArray_AsString(copy) : NULL;
+    for (size_t part = 0; copy != NULL && part < count; to += parts[part++].iov_len)
+        pc_copy(to, parts[part].iov_base, parts[part].iov_len);
+    return copy;
+}
+
+static bool add_object(struct given *given, size_t index, PyObject *parts, bool keeps) {
+    struct pc_blocks *blocks = given->blocks;
+    struct span *span = &given->spans[index];
+    struct pc_views *views = pc_view_parts(parts); /* they stay: the list of parts is kept */
+    span->begin = index > 0 ? span[-1].begin + span[-1].count : 0;
+    span->count = views != NULL ? (size_t)views->count : 0;
+    for (size_t part = 0; part < span->count; part++) {
+        const Py_buffer *view = &views->views[part];
+        blocks->parts[span->begin + part] = (struct iovec){view->buf, (size_t)view->len};
+        span->nbytes += (size_t)view->len;
+    }
+    bool is_well = views != NULL;
+    pc_views_release(views);
+    if (has_two_rounds(given->kind) && span->nbytes > PC_INLINE_NBYTES) {
+        blocks->length = span->nbytes;
+        blocks->parts[span->begin] = (struct iovec){&blocks->length, sizeof blocks->length};
+        *span = (struct span){span->begin, 1, sizeof blocks->length};
+    } else if (is_well && keeps) {
+        blocks->own = copy_of(&blocks->parts[span->begin], span->count, span->nbytes);
+        is_well = blocks->own != NULL;
+    }
+    return is_well;
+}
+
+/* Pickle the items. NULL, perhaps with an exception: leave it to Python. */
+static PyObject *dumped(PyObject *items, size_t *num_parts) {
+    Py_ssize_t count = PyTuple_Size(items);
+    PyObject *all = PyTuple_New(count);
+    *num_parts = 0;
+    for (Py_ssize_t index = 0; all != NULL && index < count; index++) {
+        PyObject *parts = pc_object_parts(PyTuple_GetItem(items, index));
+        if (parts == NULL || PyTuple_SetItem(all, index, parts) < 0)
+            Py_CLEAR(all);
+        else
+            *num_parts += (size_t)PySequence_Size(parts) + 1;
+    }
+    return all;
+}
+
+/* --- where it is ------------------------------------------------------------------------------ */
+
+/* What is empty is somewhere, too. */
+static ptrdiff_t address_of(const struct iovec *part) {
+    return part->iov_len > 0 ? (ptrdiff_t)(uintptr_t)part->iov_base : 1;
+}
+
+static void place(struct pc_chunk_place *place, const struct pc_blocks *blocks,
+                  const struct span *span) {
+    place->nbytes = span->nbytes;
+    place->source = span->count > 0 ? address_of(&blocks->parts[span->begin]) : 1;
+    if (span->count > 1) {
+        place->parts = &blocks->parts[span->begin];
+        place->num_parts = span->count;
+    }
+}
+
+static void place_all(struct given *given, int rank, int size, size_t count) {
+    struct pc_blocks *blocks = given->blocks;
+    for (uint32_t chunk = 0; chunk < blocks->num_chunks; chunk++)
+        blocks->places[chunk] =
+            (struct pc_chunk_place){.nbytes = PC_UNKNOWN, .source = -1, .target = -1};
+    for (size_t index = 0; index < count; index++)
+        place(&blocks->places[is_of_one(given->kind) ? (size_t)rank : index], blocks,
+              &given->spans[index]);
+    if (is_all_to_all(given->kind)) { /* its own stays here */
+        blocks->places[rank] = (struct pc_chunk_place){.source = 1, .target = -1};
+        blocks->places[size + rank] = (struct pc_chunk_place){.source = -1, .target = -1};
+    }
+}
+
+/* Of a call in which it gives so many, in so many parts. NULL with an exception. */
+static struct pc_blocks *new_blocks(const pc_collectives *self, int kind, bool is_root,
+                                    size_t count, size_t num_parts) {
+    bool scatters = kind == PC_SCATTERV || kind == PC_SCATTER;
+    bool takes = (kind != PC_GATHER && kind != PC_GATHERV) || is_root;
+    struct pc_blocks *blocks = calloc(1, sizeof *blocks);
+    if (blocks == NULL)
+        return (struct pc_blocks *)PyErr_NoMemory();
+    blocks->are_objects = !pc_is_uneven(kind);
+    blocks->num_chunks = (uint32_t)self->size * (is_all_to_all(kind) ? 2 : 1);
+    blocks->first = is_all_to_all(kind) ? self->size : scatters ? self->rank : 0;
+    blocks->count = !takes ? 0 : scatters ? 1 : self->size;
+    blocks->own_at = !takes || (scatters && !is_root) ? -1 : scatters ? 0 : self->rank;
+    blocks->places = calloc(blocks->num_chunks, sizeof *blocks->places);
+    blocks->grown = calloc(blocks->num_chunks, sizeof *blocks->grown);
+    blocks->parts = calloc(num_parts + 1, sizeof *blocks->parts);
+    blocks->heads = blocks->are_objects ? NULL : malloc((count + 1) * PC_BLOCK_HEAD_NBYTES);
+    if (blocks->places != NULL && blocks->grown != NULL && blocks->parts != NULL &&
+        (blocks->are_objects || blocks->heads != NULL))
+        return blocks;
+    pc_blocks_free(blocks, self->engine);
+    return (struct pc_blocks *)PyErr_NoMemory();
+}
+
+/* Fill in all; false, perhaps with an exception: leave it to Python. */
+static bool add_all(struct given *given, const pc_collectives *self, PyObject *blocks) {
+    size_t count = (size_t)PyTuple_Size(blocks);
+    bool keeps_any = given->blocks->own_at >= 0 && !pc_is_announced(given->kind), is_well = true;
+    for (size_t index = 0; is_well && index < count; index++) {
+        PyObject *block = PyTuple_GetItem(blocks, (Py_ssize_t)index);
+        bool keeps = keeps_any && (is_of_one(given->kind) || (int)index == self->rank);
+        is_well = given->blocks->are_objects ? add_object(given, index, block, keeps)
+                                             : add_array(given, index, block, keeps);
+    }
+    if (is_well)
+        place_all(given, self->rank, self->size, count);
+    return is_well;
+}
+
+struct pc_blocks *pc_blocks_of(const pc_collectives *self, int kind, int root, PyObject *x,
+                               bool is_blocking, PyObject **for_python, PyObject **kept) {
+    PyObject *items = items_of(self, kind, root, x);
+    size_t count = items != NULL ? (size_t)PyTuple_Size(items) : 0, num_parts = 2 * count;
+    if (items != NULL && !pc_is_uneven(kind)) {
+        PyObject *parts = dumped(items, &num_parts);
+        Py_DECREF(items);
+        items = parts;
+    }
+    if (items == NULL)
+        return NULL;
+    struct given given = {kind, is_blocking, PyList_New((Py_ssize_t)count),
+                          new_blocks(self, kind, self->rank == root, count, num_parts),
+                          PyMem_Calloc(count + 1, sizeof(struct span))};
+    if (given.spans == NULL && !PyErr_Occurred())
+        PyErr_NoMemory();
+    if (PyErr_Occurred() || !add_all(&given, self, items)) {
+        pc_blocks_free(given.blocks, self->engine);
+        given.blocks = NULL;
+        Py_CLEAR(items);
+        Py_CLEAR(given.kept);
+    }
+    *for_python = items;
+    *kept = given.kept;
+    PyMem_Free(given.spans);
+    return given.blocks;
+}
+
+void pc_blocks_free(struct pc_blocks *blocks, pc_engine_object *engine) {
+    if (blocks == NULL)
+        return;
+    for (uint32_t chunk = 0; blocks->grown != NULL && chunk < blocks->num_chunks; chunk++)
+        pc_memory_let_go(engine, blocks->grown[chunk].memory);
+    Py_XDECREF(blocks->own);
+    Py_XDECREF(blocks->came);
+    free(blocks->places);
+    free(blocks->grown);
+    free(blocks->parts);
+    free(blocks->heads);
+    free(blocks);
+}
+
+/* --- what has come ---------------------------------------------------------------------------- */
+
+/* Read what a block is and where its elements begin. False: it is not known here, or they are not
+   there. */
+static bool read_block(const struct pc_grown *came, struct pc_described *said, size_t *start) {
+    uint32_t length;
+    if (came->nbytes < sizeof length)
+        return false;
+    memcpy(&length, came->memory, sizeof length);
+    *start = pc_round_up(4 + (size_t)length, ALIGNMENT);
+    return *start <= came->nbytes &&
+           pc_read_description((const unsigned char *)came->memory + 4, length, said) &&
+           *start + said->nbytes == came->nbytes;
+}
+
+bool pc_blocks_are_whole(const struct pc_blocks *blocks) {
+    for (int index = 0; index < blocks->count; index++) {
+        const struct pc_grown *came = &blocks->grown[blocks->first + index];
+        struct pc_described said;
+        size_t start;
+        bool is_own = index == blocks->own_at;
+        if (is_own ? blocks->own == NULL
+                   : blocks->are_objects ? came->nbytes == sizeof blocks->length
+                                         : !read_block(came, &said, &start))
+            return false;
+    }
+    return true;
+}
+
+PyObject *pc_blocks_came(struct pc_blocks *blocks, pc_engine_object *engine) {
+    if (blocks->came != NULL)
+        return Py_NewRef(blocks->came);
+    PyObject *list = PyList_New(blocks->count);
+    if (list != NULL && blocks->came != NULL) { /* another thread was quicker */
+        Py_DECREF(list);
+        return Py_NewRef(blocks->came);
+    }
+    for (int index = 0; list != NULL && index < blocks->count; index++) {
+        struct pc_grown *grown = &blocks->grown[blocks->first + index];
+        void *memory = grown->memory;
+        grown->memory = NULL;
+        PyObject *object = pc_memory_object(engine, memory, grown->nbytes);
+        if (object == NULL || PyList_SetItem(list, index, object) < 0)
+            Py_CLEAR(list);
+    }
+    blocks->came = Py_XNewRef(list);
+    return list;
+}
+
+static PyObject *array_of(const pc_collectives *self, PyObject *memory,
+                          const struct pc_grown *grown) {
+    struct pc_described said;
+    struct pc_array made;
+    size_t start;
+    if (!read_block(grown, &said, &start) || said.nbytes > COPIED_NBYTES)
+        return PyObject_CallFunctionObjArgs(self->unpack, memory, NULL);
+    PyObject *array =
+        pc_memory_empty(said.library, said.format, said.dtype, said.ndim, said.dims, &made);
+    if (array == NULL)
+        return PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(self->unpack, memory, NULL);
+    pc_copy(made.data, (const char *)grown->memory + start, said.nbytes);
+    pc_memory_release(&made);
+    return array;
+}
+
+/* One item of the result. */
+static PyObject *item_of(const pc_collectives *self, const struct pc_blocks *blocks,
+                         PyObject *came, int index) {
+    if (index == blocks->own_at)
+        return blocks->are_objects ? pc_object_load(Py_NewRef(blocks->own))
+                                   : Py_NewRef(blocks->own);
+    PyObject *memory = PyList_GetItem(came, index);
+    if (memory == NULL || blocks->are_objects)
+        return memory != NULL ? pc_object_load(Py_NewRef(memory)) : NULL;
+    struct pc_grown grown = {pc_memory_start(memory), blocks->grown[blocks->first + index].nbytes};
+    return array_of(self, memory, &grown);
+}
+
+PyObject *pc_blocks_result(const pc_collectives *self, struct pc_blocks *blocks, int kind) {
+    PyObject *came = pc_blocks_came(blocks, self->engine), *result = NULL;
+    if (came == NULL)
+        return NULL;
+    if (blocks->count == 0) {
+        result = Py_NewRef(Py_None);
+    } else if (kind == PC_SCATTERV) {
+        result = item_of(self, blocks, came, 0);
+    } else {
+        result = PyList_New(blocks->count);
+        for (int index = 0; result != NULL && index < blocks->count; index++) {
+            PyObject *item = item_of(self, blocks, came, index);
+            if (item == NULL || PyList_SetItem(result, index, item) < 0)
+                Py_CLEAR(result);
+        }
+    }
+    Py_DECREF(came);
+    return result;
+}
+
+/* --- objects that are announced --------------------------------------------------------------- */
+
+/* As `Announcement.pack` of rooted.py writes it: form, whether the value is there, its length,
+   segments, and the lengths of a name and of a description, which follow. */
+enum { LENGTH_AT = 2, NAME_AT = 12, DESCRIPTION_AT = 14, HEAD_NBYTES = 22 };
+
+static size_t number_at(const unsigned char *from, size_t nbytes) {
+    size_t number = 0;
+    memcpy(&number, from, nbytes);
+    return number;
+}
+
+bool pc_announces_object(const unsigned char *announcement, size_t nbytes) {
+    return nbytes >= HEAD_NBYTES && announcement[0] == 1 && announcement[1] == 1;
+}
+
+unsigned char *pc_announce_objects(const pc_collectives *self, const pc_plan *plan,
+                                   const struct pc_blocks *blocks, bool scatters, size_t *nbytes) {
+    const struct pc_announced *announced = &plan->announced;
+    size_t total = 0, count = scatters ? (size_t)self->size : 1;
+    for (size_t index = 0; index < count; index++)
+        total += blocks->places[index].nbytes;
+    unsigned char *said = total <= PC_INLINE_NBYTES && announced->head_nbytes >= HEAD_NBYTES
+                              ? malloc(announced->head_nbytes + total)
+                              : NULL;
+    if (said == NULL)
+        return NULL;
+    unsigned char *to = said + announced->head_nbytes, *length = to - 8 * count;
+    memcpy(said, announced->head, announced->head_nbytes);
+    memcpy(said + LENGTH_AT, &total, 8);
+    for (size_t index = 0; index < count; index++, length += 8) {
+        const struct pc_chunk_place *block = &blocks->places[index];
+        if (scatters)
+            memcpy(length, &block->nbytes, 8);
+        struct iovec one = {(void *)(uintptr_t)block->source, block->nbytes};
+        const struct iovec *parts = block->parts != NULL ? block->parts : &one;
+        for (size_t part = 0; part < (block->parts != NULL ? block->num_parts : 1); part++) {
+            memcpy(to, parts[part].iov_base, parts[part].iov_len);
+            to += parts[part].iov_len;
+        }
+    }
+    *nbytes = announced->head_nbytes + total;
+    return said;
+}
+
+PyObject *pc_announced_object(const pc_collectives *self, int kind,
+                              const unsigned char *announcement, size_t nbytes) {
+    size_t begin = HEAD_NBYTES + number_at(announcement + NAME_AT, 2), description = begin;
+    size_t described = number_at(announcement + DESCRIPTION_AT, 8), length;
+    size_t rank = kind == PC_SCATTER ? (size_t)self->rank : 0;
+    length = number_at(announcement + LENGTH_AT, 8);
+    bool is_sound = begin <= nbytes && described <= nbytes - begin &&
+                    (kind != PC_SCATTER || described == 8 * (size_t)self->size);
+    begin += is_sound ? described : 0;
+    for (size_t before = 0; is_sound && kind == PC_SCATTER && before <= rank; before++) {
+        begin += before > 0 ? length : 0;
+        length = number_at(announcement + description + 8 * before, 8);
+        is_sound = begin <= nbytes;
+    }
+    struct pc_array into;
+    if (!is_sound || length > nbytes - begin) {
+        PyErr_SetString(PyExc_ValueError, "an announcement is damaged");
+        return NULL;
+    }
+    PyObject *memory = pc_object_memory(length, &into);
+    if (memory == NULL)
+        return NULL;
+    pc_copy(into.data, announcement + begin, length);
+    pc_memory_release(&into);
+    return pc_object_load(memory);
+}
