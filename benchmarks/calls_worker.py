@@ -12,14 +12,17 @@ import functools
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 Call = Callable[[], object]
-NO_SIZE = frozenset({"send of an object", "split, close"})
+OF_OBJECTS = "broadcast", "gather", "all_gather", "all_to_all", "scatter"
+NO_SIZE = frozenset(
+    {"send of an object", *(f"{name} of objects" for name in OF_OBJECTS), "split, close"}
+)
 
 
 def turns(rank: int, send: Callable[[int], object], receive: Callable[[int], object]) -> Call:
@@ -27,6 +30,17 @@ def turns(rank: int, send: Callable[[int], object], receive: Callable[[int], obj
     if rank == 0:
         return lambda: (send(1), receive(1))
     return (lambda: (receive(0), send(0))) if rank == 1 else lambda: None
+
+
+def objects_moved(
+    methods: Sequence[Callable[..., Any]], rank: int, size: int, value: Any
+) -> Iterator[tuple[str, Call]]:
+    """Collectives of a dict; `methods` in the order of `OF_OBJECTS`."""
+    at_root = value if rank == 0 else None
+    each = [value] * size
+    given = [at_root, value, value, each, each if rank == 0 else None]
+    for name, method, x in zip(OF_OBJECTS, methods, given, strict=True):
+        yield f"{name} of objects", functools.partial(method, x)
 
 
 def pycoll_calls(comm: Any, x: Any, rows: Any) -> Iterator[tuple[str, Call]]:
@@ -57,6 +71,10 @@ def pycoll_calls(comm: Any, x: Any, rows: Any) -> Iterator[tuple[str, Call]]:
     yield "irecv, isend, wait_any twice", each_in_turn
     yield "send of an object", turns(rank, lambda to: comm.send(small, to), comm.recv)
     yield "the same with an array", turns(rank, lambda to: comm.send(value, to), comm.recv)
+    yield from objects_moved(
+        [comm.broadcast, comm.gather, comm.all_gather, comm.all_to_all, comm.scatter],
+        *(rank, size, small),
+    )
     yield (
         "recv, any, status",
         turns(rank, lambda to: comm.send(x, to, 3), lambda _: comm.recv(out=out, status=status)),
@@ -117,6 +135,9 @@ def mpi_calls(mpi: Any, x: Any, rows: Any) -> Iterator[tuple[str, Call]]:
     receive = functools.partial(comm.recv, None)
     yield "send of an object", turns(rank, lambda to: comm.send(small, to), receive)
     yield "the same with an array", turns(rank, lambda to: comm.send(value, to), receive)
+    yield from objects_moved(
+        [comm.bcast, comm.gather, comm.allgather, comm.alltoall, comm.scatter], rank, size, small
+    )
     yield (
         "recv, any, status",
         turns(
