@@ -1,7 +1,8 @@
-"""Names of operators and arguments that are made while the program runs."""
+"""Names that are made while the program runs, and names of what a program cannot make."""
 
 from __future__ import annotations
 
+import pytest
 from pool_scripts import Scripts
 
 PROGRAM = """
@@ -36,3 +37,10 @@ def test_a_name_made_at_run_time_takes_the_way_of_one_that_stands_in_the_program
     scripts: Scripts,
 ) -> None:
     scripts(2, PROGRAM)
+
+
+@pytest.mark.parametrize("name", ["Started", "Request", "Both", "Collective", "Send", "Receive"])
+def test_what_only_calls_make_is_not_made_by_hand(name: str) -> None:
+    core = pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
+    with pytest.raises(TypeError, match="cannot create"):
+        getattr(core, name)()

@@ -189,6 +189,6 @@ static PyType_Slot collective_slots[] = {
 PyType_Spec pc_collective_spec = {
     .name = "pycoll._transports._core.Collective",
     .basicsize = sizeof(struct pc_running),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = collective_slots,
 };

@@ -194,6 +194,6 @@ static PyType_Slot started_slots[] = {
 PyType_Spec pc_started_spec = {
     .name = "pycoll._transports._core.Started",
     .basicsize = sizeof(struct pc_started),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = started_slots,
 };

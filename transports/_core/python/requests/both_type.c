@@ -92,6 +92,6 @@ static PyType_Slot both_slots[] = {
 PyType_Spec pc_both_spec = {
     .name = "pycoll._transports._core.Both",
     .basicsize = sizeof(pc_both),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = both_slots,
 };

@@ -157,6 +157,6 @@ static PyType_Slot request_slots[] = {
 PyType_Spec pc_request_spec = {
     .name = "pycoll._transports._core.Request",
     .basicsize = sizeof(struct pc_request),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = request_slots,
 };
