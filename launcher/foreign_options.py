@@ -10,6 +10,7 @@ OURS = {
     "--nproc_per_node": "-n 4, or on several hosts -H a:4,b:4",
     "--nnodes": "-H a:4,b:4",
     "--ntasks": "-n 4",
+    "--ranks": "-n 4",
     "-c": "-n 4",
     "--host": "-H a:4,b:4",
     "-host": "-H a:4,b:4",

@@ -35,7 +35,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     add = parser.add_argument
     add("collective", metavar="COLLECTIVE", help="for example all_reduce")
-    add("-n", dest="size", type=int, default=4, metavar="N", help="number of ranks (default: 4)")
+    add(
+        "-n",
+        "--ranks",
+        dest="size",
+        type=int,
+        default=4,
+        metavar="N",
+        help="number of ranks (default: 4)",
+    )
     add(
         "--bytes",
         dest="length",

@@ -34,7 +34,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--name", default="pycoll", metavar="NAME", help="of the job (default: pycoll)")
     add("--image", required=True, metavar="I", help="a container's image that has pycoll")
     add("--nodes", type=int, default=2, metavar="K", help="pods (default: 2)")
-    add("-n", dest="size", type=int, metavar="N", help="ranks of all pods (default: one a pod)")
+    add(
+        "-n",
+        "--ranks",
+        dest="size",
+        type=int,
+        metavar="N",
+        help="ranks of all pods (default: one a pod)",
+    )
     add("--cpus", metavar="C", help="cores of a pod, as 4 (default: what the cluster gives)")
     add("--memory", metavar="M", help="memory of a pod, as 16Gi")
     add("--gpus", type=int, default=0, metavar="G", help="nvidia.com/gpu of a pod")

@@ -39,7 +39,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a collective and an algorithm, as all_reduce ring; or FILE.py:NAME, what that file "
         "registers",
     )
-    add("-n", dest="size", type=int, default=4, metavar="N", help="number of ranks (default: 4)")
+    add(
+        "-n",
+        "--ranks",
+        dest="size",
+        type=int,
+        default=4,
+        metavar="N",
+        help="number of ranks (default: 4)",
+    )
     add("--root", type=int, default=0, metavar="R", help="the root (default: 0)")
     add_hosts(parser)
     add("--svg", metavar="F", help="write a picture of all rounds")

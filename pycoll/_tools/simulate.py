@@ -92,7 +92,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="ALGORITHM",
         help="for example ring; or FILE.py:NAME, what that file registers (default: all)",
     )
-    add("-n", dest="ranks", default="4", metavar="N", help="numbers of ranks (default: 4)")
+    add("-n", "--ranks", default="4", metavar="N", help="numbers of ranks (default: 4)")
     add(
         "--ranks-per-node",
         type=int,

@@ -14,7 +14,7 @@ def test_ranks_networks_and_cores_that_are_not_here_are_explained(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def said(*words: str) -> str:
-        assert main(["explain", "all_reduce", "-n", "64", "--bytes", "1M", *words]) == 0
+        assert main(["explain", "all_reduce", "--ranks", "64", "--bytes", "1M", *words]) == 0
         return capsys.readouterr().out
 
     def seconds(text: str) -> float:

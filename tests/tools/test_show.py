@@ -55,7 +55,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_text_is_printed_and_files_are_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["show", "all_reduce", "tree", "-n", "3", "--hosts", "2,1"]) == 0
+    assert main(["show", "all_reduce", "tree", "--ranks", "3", "--hosts", "2,1"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("all_reduce tree on 3 ranks, 2 hosts\n")
     assert "host 0: ranks 0-1\nhost 1: ranks 2\n" in printed
