@@ -4,46 +4,48 @@
     pickle
     buffers   each begins at a multiple of 64 bytes from the start of the header
 
-Arrays inside an object are sent from where they lie, and those of the loaded object lie in the
-received bytes: aligned, writable, and not copied. What pickle cannot send, because no module has it
-under its name (a lambda, a class of a notebook), cloudpickle sends with its code. Only load what
-an authenticated rank has sent: pickle runs code.
+Small trees of plain values (dict, list, tuple, str, bytes, numbers, None) are pickled without a
+pickler of ours, which would make the same bytes. Arrays inside an object are sent from where they
+lie, and those of the loaded object lie in the received bytes: aligned, writable, and not copied.
+What pickle cannot send, because no module has it under its name (a lambda, a class of a notebook),
+cloudpickle sends with its code. Only load what an authenticated rank has sent: pickle runs code.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import pickle
-import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from pycoll._arrays.subclasses import loses_attributes, means_more, with_attributes
 from pycoll._support import foreign_calls
 from pycoll._support.lazy_import import LazyModule
+from pycoll._transports._core import (
+    load_object,
+    object_parts,
+    plain_object,
+    reduce_object,
+    use_reducer,
+)
 
 if TYPE_CHECKING:
     import numpy as np
 else:  # for arrays inside an object, and when something may be wrong
     np = LazyModule("numpy")
 
-_ALIGNMENT: Final = 64
 
-_ZEROS: Final = bytes(_ALIGNMENT)
-
-_ALONE: Final = struct.Struct("<QQ")
-"""The header of a pickle without buffers."""
-
-# Smaller parts are joined, so that a list of a million small arrays is not two million messages.
-_SMALL: Final = 32 * 1024
-
-
-def _reduce_array(obj: Any) -> Any:
+def _reduce_other(obj: Any) -> Any:
+    """Reduce what the core does not know as an array, or as none."""
     if "numpy" not in sys.modules:
         return NotImplemented
+    if type(obj) is np.ndarray and "pycoll._arrays.libraries" not in sys.modules:
+        importlib.import_module("pycoll._arrays.libraries")  # makes them known to the core
+        return reduce_object(obj)
     if (
         type(obj) is np.ndarray
         and not obj.dtype.hasobject
@@ -63,7 +65,10 @@ class _ArrayPickler(pickle.Pickler):
     Of arrays that mean more it sends all, also where their class has forgotten to say how.
     """
 
-    reducer_override = staticmethod(_reduce_array)
+    reducer_override = staticmethod(reduce_object)
+
+
+use_reducer(_reduce_other)
 
 
 @functools.cache
@@ -76,7 +81,7 @@ def _pickler_by_value() -> Callable[..., Any]:
         def reducer_override(self, obj: Any) -> Any:
             if _has_a_name(obj):
                 return NotImplemented  # cloudpickle would copy whatever a script defines
-            reduced = _reduce_array(obj)
+            reduced = reduce_object(obj)
             return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
     return Pickler
@@ -106,15 +111,18 @@ def dump(obj: object) -> list[memoryview]:
             mpi4py describes a buffer.
         ValueError: `obj` is nested too deeply.
     """
+    plain = plain_object(obj)
+    if plain is not None:
+        return [memoryview(plain)]
     if type(obj) is list and 1 < len(obj) < 5 and hasattr(obj[0], "dtype"):
         why = foreign_calls.of_buffer_form(obj)
         if why:
             raise TypeError(why)
     try:
         try:
-            pickled, views = _pickled(obj, _ArrayPickler)
+            return _parts(obj, _ArrayPickler)
         except _REFUSALS:
-            pickled, views = _pickled(obj, _pickler_by_value())
+            return _parts(obj, _pickler_by_value())
     except RecursionError as exc:
         raise ValueError(
             f"a value of type {_type_name(obj)} is nested too deeply to be sent. "
@@ -125,19 +133,13 @@ def dump(obj: object) -> list[memoryview]:
         raise TypeError(
             f"a value of type {_type_name(obj)} cannot be sent: {exc}. Send {instead}."
         ) from exc
-    if not views and len(pickled) < _SMALL:
-        return [memoryview(_ALONE.pack(0, len(pickled)) + pickled)]
-    parts = _stream(pickled, views)
-    if len(pickled) < _SMALL and sum([view.nbytes for view in views]) < _SMALL:
-        return [memoryview(b"".join(parts))]
-    return list(_joined(map(memoryview, parts)))
 
 
-def _pickled(obj: object, pickler: Callable[..., Any]) -> tuple[bytes, list[memoryview]]:
+def _parts(obj: object, pickler: Callable[..., Any]) -> list[memoryview]:
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     pickler(stream, protocol=5, buffer_callback=buffers.append).dump(obj)
-    return stream.getvalue(), [buffer.raw() for buffer in buffers]
+    return object_parts(stream.getvalue(), buffers)
 
 
 def load(buffer: memoryview) -> Any:
@@ -149,84 +151,7 @@ def load(buffer: memoryview) -> Any:
     Raises:
         ValueError: the bytes are truncated or inconsistent.
     """
-    buffer = buffer.cast("B")
-    pickled_nbytes, lengths = _read_header(buffer)
-    if not lengths and _ALONE.size + pickled_nbytes == buffer.nbytes:
-        return _loaded(buffer[_ALONE.size :], iter(()))
-    spans, end = _layout(pickled_nbytes, lengths)
-    if end != buffer.nbytes:
-        raise ValueError(f"an object of {end} bytes came in {buffer.nbytes} bytes")
-    (start, stop), *rest = spans
-    unused = iter([buffer[begin:after] for begin, after in rest])
-    obj = _loaded(buffer[start:stop], unused)
-    if next(unused, None) is not None:
-        raise ValueError("the bytes of an object are damaged: more buffers than it has arrays")
-    return obj
-
-
-def _loaded(pickled: memoryview, buffers: Iterator[memoryview]) -> Any:
-    try:
-        return pickle.loads(pickled, buffers=buffers)
-    except (pickle.UnpicklingError, EOFError) as exc:
-        raise ValueError(f"the bytes of an object are damaged: {exc}") from exc
-    except (ImportError, AttributeError) as exc:
-        exc.add_note(
-            "An object came from another rank, and its class or function is not found here. "
-            "Define it in a module that every rank can import."
-        )
-        raise
-
-
-def _layout(pickled_nbytes: int, lengths: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
-    """Return where the pickle and each buffer begin and end, and where all of it ends."""
-    end = 16 + 8 * len(lengths)
-    spans = [(end, end + pickled_nbytes)]
-    end += pickled_nbytes
-    for length in lengths:
-        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-        end = begin + length
-        spans.append((begin, end))
-    return spans, end
-
-
-def _header(pickled_nbytes: int, lengths: Sequence[int]) -> bytes:
-    return struct.pack(f"<{2 + len(lengths)}Q", len(lengths), pickled_nbytes, *lengths)
-
-
-def _read_header(buffer: memoryview) -> tuple[int, tuple[int, ...]]:
-    if buffer.nbytes < 16:
-        raise ValueError(f"an object cannot be in {buffer.nbytes} bytes: its header has 16")
-    count, pickled_nbytes = struct.unpack_from("<QQ", buffer)
-    if count > (buffer.nbytes - 16) // 8:
-        raise ValueError(f"an object with {count} buffers cannot be in {buffer.nbytes} bytes")
-    return pickled_nbytes, struct.unpack_from(f"<{count}Q", buffer, 16)
-
-
-def _stream(pickled: bytes, views: Sequence[memoryview]) -> list[bytes | memoryview]:
-    lengths = [view.nbytes for view in views]
-    header = _header(len(pickled), lengths)
-    parts: list[bytes | memoryview] = [header, pickled]
-    end = len(header) + len(pickled)
-    for view, length in zip(views, lengths, strict=True):
-        gap = -end % _ALIGNMENT
-        parts += (_ZEROS[:gap], view)
-        end += gap + length
-    return parts
-
-
-def _joined(parts: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Copy runs of small parts together; drop empty ones."""
-    run = bytearray()
-    for part in parts:
-        if part.nbytes < _SMALL:
-            run += part
-            continue
-        if run:
-            yield memoryview(run)
-            run = bytearray()
-        yield part
-    if run:
-        yield memoryview(run)
+    return load_object(buffer)
 
 
 def _type_name(obj: object) -> str:

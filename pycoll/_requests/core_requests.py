@@ -381,7 +381,7 @@ def _here() -> int | None:
 
 
 _VALUES = _dump, _load, new_bytes, _here
-use_objects(_dump, _load, new_bytes)
+use_objects(_dump, new_bytes)
 
 
 def messages_of(

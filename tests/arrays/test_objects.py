@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import mmap
 import pickle
 import struct
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from script_jobs import Jobs, all_well
 
 from pycoll._arrays import objects
+from pycoll._transports import _core
 
 
 def stored(obj: object) -> memoryview:
@@ -55,6 +57,64 @@ trees = st.recursive(
 @given(trees)
 def test_plain_objects_round_trip(obj: object) -> None:
     assert sent(obj) == obj
+
+
+def nested(depth: int) -> list[Any]:
+    obj: list[Any] = []
+    for _ in range(depth - 1):
+        obj = [obj]
+    return obj
+
+
+def containing_itself() -> list[Any]:
+    obj: list[Any] = []
+    obj.append(obj)
+    return obj
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+class Text(str):
+    """Text that is more than text."""
+
+
+PLAIN = [
+    *(None, True, -1, 2**100, 1.5, "text", "\udc80", b"bytes", (), [], {}),
+    {"step": 7, ("a", 1): [1.5, None, {"x": b"y"}]},
+    nested(16),
+    ["x" * 1000] * 16,
+]
+NOT_PLAIN = [
+    *(1j, {1}, range(3), Pair(1, 2), Text("t"), collections.OrderedDict(a=1), np.float64(1)),
+    *({"a": [1, {"b": np.ones(2)}]}, {Text("key"): 1}, [Pair], nested(17), containing_itself()),
+    *("x" * 20_000, b"x" * 20_000, ["x" * 1000] * 17, [0] * 1024),
+]
+
+
+@pytest.mark.parametrize("obj", PLAIN)
+def test_small_plain_values_are_pickled_without_a_pickler_of_ours(obj: object) -> None:
+    assert _core.plain_object(obj) == with_header(pickle.dumps(obj, 5)).tobytes()
+    assert sent(obj) == obj
+
+
+@pytest.mark.parametrize("obj", NOT_PLAIN, ids=lambda obj: type(obj).__name__)
+def test_other_values_are_not_taken_for_plain(obj: object) -> None:
+    assert _core.plain_object(obj) is None
+    assert repr(sent(obj)) == repr(obj)
+    assert type(sent(obj)) is type(obj)
+
+
+@pytest.mark.parametrize("char", "?bhilqBHILQefdFD")
+def test_a_plain_array_inside_an_object_is_quick_to_load(char: str) -> None:
+    """It does not name NumPy's function, whose Python code takes longer than all else."""
+    x = np.ones((2, 3), char)
+    stored_x = stored({"x": x})
+    assert b"frombuffer" not in stored_x.tobytes()
+    result = objects.load(stored_x)["x"]
+    assert (result.dtype, result.tolist()) == (x.dtype, x.tolist())
+    assert result.flags.writeable
+    assert result.flags.aligned
 
 
 @given(st.lists(st.integers(0, 200), max_size=8), st.integers(0, 300_000))
@@ -148,27 +208,40 @@ def test_a_read_only_array_that_views_another_does_not_change_the_other() -> Non
     assert not view.flags.writeable
 
 
-def test_lengths_beyond_32_bits_are_laid_out_and_read() -> None:
-    lengths = (2**33 + 5, 0, 2**40)
-    header = objects._header(2**34 + 1, lengths)
-    assert objects._read_header(memoryview(header)) == (2**34 + 1, lengths)
-    spans, end = objects._layout(2**34 + 1, lengths)
-    assert spans[0] == (40, 40 + 2**34 + 1)
-    assert [stop - start for start, stop in spans[1:]] == list(lengths)
-    assert all(start % 64 == 0 for start, _ in spans[1:])
-    assert end == spans[-1][1]
-
-
-def test_an_array_beyond_32_bits_is_one_part() -> None:
+def sparse(nbytes: int) -> mmap.mmap:
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
-    with mmap.mmap(-1, 2**32 + 64, flags=mmap.MAP_PRIVATE | no_reserve) as pages:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | no_reserve)
+
+
+def test_an_array_beyond_32_bits_is_one_part_and_comes_back() -> None:
+    nbytes = 2**32 + 64
+    with sparse(nbytes) as pages, sparse(nbytes + 4096) as room:
         x = np.frombuffer(pages, np.uint8)
-        parts = objects.dump([x])
-        assert parts[-1].nbytes == 2**32 + 64
-        pickled, (length,) = objects._read_header(parts[0])
-        assert length == 2**32 + 64
-        assert sum(part.nbytes for part in parts) == objects._layout(pickled, (length,))[1]
-        del x, parts
+        head, middle, end = objects.dump([x, np.arange(3)])
+        assert middle.nbytes == nbytes
+        room[: head.nbytes] = head
+        last = head.nbytes + nbytes
+        room[last : last + end.nbytes] = end
+        del x, middle
+        x, y = objects.load(memoryview(room)[: last + end.nbytes])
+        assert (x.nbytes, y.tolist()) == (nbytes, [0, 1, 2])
+        del x, y
+
+
+def with_header(pickled: bytes, *lengths: int) -> memoryview:
+    """An object's bytes with a header that says so; without its buffers."""
+    header = struct.pack(f"<{2 + len(lengths)}Q", len(lengths), len(pickled), *lengths)
+    return memoryview(bytearray(header + pickled))
+
+
+@pytest.mark.parametrize("length", [1, 2**32, 2**63, 2**64 - 64, 2**64 - 1])
+def test_a_buffer_that_is_longer_than_what_came_is_a_value_error(length: int) -> None:
+    with pytest.raises(ValueError, match="longer"):
+        objects.load(with_header(pickle.dumps(1), length))
+    with pytest.raises(ValueError, match="longer"):
+        objects.load(with_header(pickle.dumps(1), 0, length))
+    with pytest.raises(ValueError, match="longer"):
+        objects.load(memoryview(bytearray(struct.pack("<QQ", 0, length))))
 
 
 @pytest.mark.parametrize(
@@ -220,9 +293,9 @@ def test_too_many_bytes_are_a_value_error() -> None:
 def test_other_buffers_than_the_pickle_needs_are_a_value_error() -> None:
     pickled = pickle.dumps(np.arange(3), protocol=5, buffer_callback=lambda buffer: None)
     with pytest.raises(ValueError, match="damaged"):
-        objects.load(memoryview(bytearray(objects._header(len(pickled), ()) + pickled)))
+        objects.load(with_header(pickled))
     plain = pickle.dumps(1)
-    surplus = objects._header(len(plain), (0,)) + plain
+    surplus = with_header(plain, 0).tobytes()
     surplus += bytes(-len(surplus) % 64)
     with pytest.raises(ValueError, match="more buffers"):
         objects.load(memoryview(bytearray(surplus)))
@@ -237,7 +310,7 @@ def test_a_count_that_cannot_be_is_a_value_error(count: int) -> None:
 def test_a_class_that_is_missing_here_is_named_with_advice() -> None:
     pickled = b"cno_such_module_here\nname\n."
     with pytest.raises(ImportError, match="no_such_module_here") as info:
-        objects.load(memoryview(bytearray(objects._header(len(pickled), ()) + pickled)))
+        objects.load(with_header(pickled))
     assert "every rank can import" in info.value.__notes__[0]
 
 

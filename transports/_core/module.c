@@ -5,6 +5,7 @@
 #include "python/host/host_type.h"
 #include "python/arguments/memory.h"
 #include "python/arguments/objects.h"
+#include "python/arguments/pickles.h"
 #include "python/collectives/composed.h"
 #include "python/requests/request.h"
 
@@ -183,6 +184,15 @@ static PyMethodDef methods[] = {
      "None for what is, or may be, an array."},
     {"int_error_text", pc_int_error_text, METH_VARARGS,
      "int_error_text(text, which): what is wrong with a call with an int that does not fit."},
+    {"use_reducer", pc_use_reducer, METH_O,
+     "use_reducer(reduce_other): of arrays that `reduce_object` does not know."},
+    {"plain_object", pc_plain_object_py, METH_O,
+     "plain_object(x) -> bytes | None: those that are sent, if it is small and plain."},
+    {"object_parts", pc_object_parts_py, METH_VARARGS,
+     "object_parts(pickled, buffers) -> list[memoryview]: those that are sent of an object."},
+    {"load_object", pc_load_object_py, METH_O,
+     "load_object(memory): the object in writable memory."},
+    {"reduce_object", pc_reduce_object_py, METH_O, "A `reducer_override` that knows arrays."},
     {"reduce", (PyCFunction)(void (*)(void))pc_reduce_py, METH_FASTCALL,
      "Reduce arrays, from left to right."},
     {"convert", pc_convert_py, METH_VARARGS, "Convert 16-bit floats to float32, or back."},

@@ -58,6 +58,8 @@ int pc_array_view(PyObject *x, struct pc_array *view) {
     return 1;
 }
 
+bool pc_is_no_array(PyObject *x) { return ndarray != NULL && !PyObject_TypeCheck(x, ndarray); }
+
 PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extra) {
     int skipped = extra < 0, added = extra > 0;
     PyObject *shape = PyTuple_New(like->ndim - skipped + added);

@@ -31,6 +31,8 @@ struct pc_array {
 /* 1: x is a C-contiguous, aligned numpy.ndarray (no subclass) of a dtype that reduces; else 0, no
    exception. */
 int pc_array_view(PyObject *x, struct pc_array *view);
+/* Whether x is certainly no array of NumPy's, nor of a subclass. */
+bool pc_is_no_array(PyObject *x);
 /* A new uninitialized array, or NULL with an exception: like x, with `extra` in front of its shape
    (0: none), or without its first axis (-1). */
 PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extra);

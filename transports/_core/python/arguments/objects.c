@@ -1,10 +1,11 @@
 #include "objects.h"
+#include "pickles.h"
 
 #include "base/copy.h"
 #include "python/base/views.h"
 
-/* dump(x) -> parts, or None if it is or may be an array; load(memory) -> x; new_bytes(nbytes). */
-static PyObject *dump, *load, *new_bytes;
+/* dump(x) -> parts, or None if it is or may be an array; new_bytes(nbytes). */
+static PyObject *dump, *new_bytes;
 
 /* From so many bytes on memory is `new_bytes`'s. */
 #define LARGE_NBYTES 4096
@@ -33,6 +34,14 @@ static PyObject *joined(PyObject *parts) {
 }
 
 PyObject *pc_object_parts(PyObject *x) {
+    PyObject *plain = pc_pickle_plain(x);
+    if (plain != NULL) {
+        PyObject *view = PyMemoryView_FromObject(plain);
+        Py_DECREF(plain);
+        return view != NULL ? Py_BuildValue("(N)", view) : NULL;
+    }
+    if (PyErr_Occurred())
+        return NULL;
     PyObject *parts = dump != NULL ? PyObject_CallFunctionObjArgs(dump, x, NULL) : NULL;
     if (parts == NULL && PyErr_Occurred() && (PyErr_ExceptionMatches(PyExc_TypeError) ||
                                               PyErr_ExceptionMatches(PyExc_ValueError)))
@@ -65,21 +74,18 @@ PyObject *pc_object_memory(size_t nbytes, struct pc_array *into) {
 }
 
 PyObject *pc_object_load(PyObject *memory) {
-    PyObject *view = PyMemoryView_FromObject(memory), *object = NULL;
-    if (view != NULL)
-        object = PyObject_CallFunctionObjArgs(load, view, NULL);
-    Py_XDECREF(view);
+    PyObject *object = pc_pickle_load(memory);
     Py_DECREF(memory);
     return object;
 }
 
 PyObject *pc_use_objects(PyObject *module, PyObject *args) {
-    PyObject *functions[3];
+    PyObject *functions[2];
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOO", &functions[0], &functions[1], &functions[2]))
+    if (!PyArg_ParseTuple(args, "OO", &functions[0], &functions[1]))
         return NULL;
-    PyObject **kept[] = {&dump, &load, &new_bytes};
-    for (int index = 0; index < 3; index++) {
+    PyObject **kept[] = {&dump, &new_bytes};
+    for (int index = 0; index < 2; index++) {
         PyObject *before = *kept[index];
         *kept[index] = Py_NewRef(functions[index]);
         Py_XDECREF(before);
