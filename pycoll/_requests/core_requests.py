@@ -372,15 +372,11 @@ def _dump(x: Any) -> list[memoryview] | None:
     return objects.dump(x)
 
 
-def _load(memory: memoryview) -> Any:
-    return objects.load(memory)
-
-
 def _here() -> int | None:
     return conversion.here()
 
 
-_VALUES = _dump, _load, new_bytes, _here
+_VALUES = _dump, new_bytes, _here
 use_objects(_dump, new_bytes)
 
 

@@ -161,7 +161,7 @@ ALLOWED = {"wait_all", "pycoll._support.public_edge"}
 ALLOWED |= {"pycoll._arrays.conversion", "pycoll._arrays.libraries", "pycoll._arrays.value"}
 ALLOWED |= {"pycoll._arrays.subclasses", "pycoll._support.foreign_calls"}
 ALLOWED |= {"pycoll._arrays.objects", "pycoll._runtime.scratch"}
-ALLOWED |= {"_here", "_dump", "_load"}
+ALLOWED |= {"_here", "_dump"}
 value = {"a": [1, 2.5], "b": "text", "c": None}
 long = [np.arange(100_000.0), "x" * 5000]
 

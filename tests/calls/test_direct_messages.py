@@ -148,3 +148,58 @@ for turn, n in enumerate(lengths):
 ok()
 """
     scripts(size, text)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_short_objects_and_arrays_come_in_order(scripts: Scripts, transport: str) -> None:
+    text = """
+class Odd:
+    def __reduce__(self):
+        return int, ("no number",)
+
+other = comm.dup()
+values = [None, 1, {"step": 7}, array(3), {"x": array(4), "y": [array(5)]}, [0] * 5_000, "last"]
+values += [b"x" * n for n in range(4_020, 4_100)] + ["x" * n for n in (0, 255, 256, 3_000)]
+for turn in range(3):
+    if rank == 1:
+        for tag, value in enumerate(values):
+            comm.send(value, 0, tag)
+        other.send("other", 0, 5)
+        comm.send(Odd(), 0, 6)
+        comm.send("tag", 0, 7)
+        comm.send("deadline", 0, 8, timeout=60)
+        assert comm.recv(0) == "done"
+        continue
+    assert other.recv(1) == "other"
+    for tag, value in enumerate(values):
+        got = comm.recv(1) if tag % 2 else comm.recv(1, tag)
+        assert str(got) == str(value)
+        if tag == 4:
+            got["x"][:] = 1
+            assert got["x"].flags.aligned and got["y"][0].tolist() == [5] * 4
+    error_like(ValueError, "no number", comm.recv, 1, 6)
+    assert comm.recv(1, 8) == "deadline"
+    assert comm.recv(1) == "tag"
+    comm.send("done", 1)
+ok()
+"""
+    scripts(2, COUNT + text, transport)
+
+
+def test_short_plain_objects_need_no_python(scripts: Scripts) -> None:
+    text = """
+from pycoll._arrays import objects
+
+def never(*_):
+    raise AssertionError
+
+comm.send(None, 1) if rank == 0 else comm.recv(0)  # first calls are prepared in Python
+objects.dump = objects.load = never
+for turn in range(100):
+    if rank == 0:
+        comm.send({"step": turn, "names": ["a", "b"]}, 1)
+    else:
+        assert comm.recv(0) == {"step": turn, "names": ["a", "b"]}
+ok()
+"""
+    scripts(2, text)

@@ -39,7 +39,9 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 
 def test_the_times_are_those_of_the_formulas_on_the_network_that_was_said(run: Run) -> None:
-    found, printed = run("all_reduce", "ring", "tree", "--ranks", "4,16", "--sizes", "1K,1M", *LINKS)
+    found, printed = run(
+        "all_reduce", "ring", "tree", "--ranks", "4,16", "--sizes", "1K,1M", *LINKS
+    )
     assert len(found) == 8
     for (ranks, nbytes, name), case in found.items():
         if name == "ring":

@@ -46,6 +46,14 @@ failed:
     return NULL;
 }
 
+struct pc_views *pc_view_of(PyObject *object) {
+    struct pc_views *views = views_of(1);
+    if (views == NULL || add(views, object, PyBUF_SIMPLE) == 0)
+        return views;
+    pc_views_release(views);
+    return NULL;
+}
+
 struct pc_views *pc_view_parts(PyObject *parts) {
     Py_ssize_t count = PySequence_Size(parts);
     struct pc_views *views = count >= 0 ? views_of(count) : NULL;

@@ -16,6 +16,8 @@ struct pc_views {
 
 /* Writable memory for `nbytes`; NULL with an exception. */
 struct pc_views *pc_view_into(PyObject *into, Py_ssize_t nbytes);
+/* Bytes of one object that are read; NULL with an exception. */
+struct pc_views *pc_view_of(PyObject *object);
 /* All items of a sequence; NULL with an exception. */
 struct pc_views *pc_view_parts(PyObject *parts);
 /* Let go of them; of NULL, too. */

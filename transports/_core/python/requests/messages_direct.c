@@ -1,8 +1,9 @@
-/* Buffered arrays between ranks of one host, sent and received without a request: what a blocking
-   call does first. If it cannot, nothing has happened, and the call goes its usual way. With the
-   interpreter's lock. */
+/* Buffered arrays and short objects between ranks of one host, sent and received without a
+   request: what a blocking call does first. If it cannot, nothing has happened, and the call goes
+   its usual way. With the interpreter's lock. */
 #include "messages.h"
 #include "base/copy.h"
+#include "python/arguments/pickles.h"
 
 /* Waits for the next message look so often before the interpreter's lock is given up. */
 #define MOST_LOOKS 1000
@@ -24,20 +25,29 @@ static bool enter(const pc_messages *self, const struct pc_context **context) {
 bool pc_messages_post(pc_messages *self, const struct pc_outgoing *outgoing) {
     pc_engine_object *engine = self->engine;
     const struct pc_array *array = &outgoing->array;
+    const struct pc_views *views = outgoing->views;
     const struct pc_context *context;
     unsigned char header[LONGEST_HEADER_NBYTES];
     int rank = self->members[outgoing->dest];
-    if (array->nbytes > PC_DIRECT_NBYTES || !enter(self, &context))
+    bool is_object = views != NULL;
+    struct iovec part = is_object
+                            ? (struct iovec){views->views[0].buf, (size_t)views->views[0].len}
+                            : (struct iovec){array->data, array->nbytes};
+    if (part.iov_len > (is_object ? PC_DIRECT_OBJECT_NBYTES : PC_DIRECT_NBYTES) ||
+        (is_object && views->count != 1) || !enter(self, &context))
         return false;
     bool posted = false;
     if (engine->engine.gone[rank] == 0 && engine->links[rank] == &engine->shm.link) {
-        size_t header_nbytes = write_header(self->ident, array, outgoing->tag, header);
-        struct iovec part = {array->data, array->nbytes};
+        size_t header_nbytes = PC_P2P_NBYTES;
+        if (is_object)
+            pc_p2p_header(header, self->ident, outgoing->tag, PC_FORM_OBJECT);
+        else
+            header_nbytes = write_header(self->ident, array, outgoing->tag, header);
         posted = pc_link_shm_post(&engine->shm, rank, header, header_nbytes, &part);
     }
     if (posted) {
-        pc_count_sent(context, rank, array->nbytes);
-        pc_note_message(engine->engine.notes, self->ident, rank, outgoing->tag, array->nbytes,
+        pc_count_sent(context, rank, part.iov_len);
+        pc_note_message(engine->engine.notes, self->ident, rank, outgoing->tag, part.iov_len,
                         PC_NOTED_SEND | PC_NOTED_DONE);
     }
     pc_lock_give(&engine->drive.lock);
@@ -50,16 +60,27 @@ static int64_t tag_of(const unsigned char *header) {
     return tag;
 }
 
-/* Whether a header is that of the array that is wanted, and `nbytes` of it fit. */
-static bool is_wanted(const pc_messages *self, const unsigned char *header, size_t header_nbytes,
-                      size_t nbytes, const struct pc_incoming_call *incoming) {
+/* Whether a header is that of a message that a receive may take. */
+static bool is_for(const pc_messages *self, const struct pc_shm_next *next,
+                   const struct pc_incoming_call *incoming) {
     uint64_t ident;
-    if (header_nbytes < HEADER_NBYTES + 3 || header[0] != KIND_P2P ||
-        header[17] != PC_FORM_ARRAY)
+    if (next->header_nbytes < HEADER_NBYTES || next->header[0] != KIND_P2P)
         return false;
-    memcpy(&ident, header + 1, 8);
-    return ident == self->ident && (incoming->tag == ANY || incoming->tag == tag_of(header)) &&
-           header[18] == incoming->array.dtype && nbytes <= incoming->array.nbytes;
+    memcpy(&ident, next->header + 1, 8);
+    return ident == self->ident &&
+           (incoming->tag == ANY || incoming->tag == tag_of(next->header));
+}
+
+/* Whether it is an array as `out`, and fits into it. */
+static bool fits(const struct pc_shm_next *next, const struct pc_array *out) {
+    return next->header_nbytes >= HEADER_NBYTES + 3 &&
+           next->header[PC_FORM_AT] == PC_FORM_ARRAY && next->header[HEADER_NBYTES] == out->dtype &&
+           next->nbytes <= out->nbytes;
+}
+
+static bool is_short_object(const struct pc_shm_next *next) {
+    return next->header_nbytes == HEADER_NBYTES && next->header[PC_FORM_AT] == PC_FORM_OBJECT &&
+           next->nbytes <= PC_DIRECT_OBJECT_NBYTES;
 }
 
 /* Copy a payload, from its sender's memory if that is offered, else while its sender may still be
@@ -90,11 +111,13 @@ static bool copy_payload(struct pc_link_shm *shm, int rank, const struct pc_shm_
     return true;
 }
 
-bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming) {
+/* Copy the next message to `out`'s memory, or if there is no `out` to `bytes`, if it is one that
+   can be taken so. */
+static bool take(pc_messages *self, const struct pc_incoming_call *incoming, void *bytes,
+                 size_t *nbytes) {
     pc_engine_object *engine = self->engine;
     const struct pc_context *context;
-    if (incoming->out == NULL || incoming->source == ANY || incoming->status != NULL ||
-        !enter(self, &context))
+    if (incoming->source == ANY || incoming->status != NULL || !enter(self, &context))
         return false;
     int rank = self->members[incoming->source], looks = engine->shm.channel.host->spins, came = 0;
     struct pc_shm_next next;
@@ -106,17 +129,32 @@ bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming
         if (came == 0)
             pc_relax();
     }
-    bool taken = came > 0 &&
-                 is_wanted(self, next.header, next.header_nbytes, next.nbytes, incoming) &&
-                 copy_payload(&engine->shm, rank, &next, incoming->array.data, looks);
+    bool taken = came > 0 && is_for(self, &next, incoming) &&
+                 (incoming->out != NULL ? fits(&next, &incoming->array) : is_short_object(&next)) &&
+                 copy_payload(&engine->shm, rank, &next, bytes, looks);
     if (taken) {
         int64_t tag = tag_of(next.header);
-        size_t nbytes = next.nbytes;
+        *nbytes = next.nbytes;
         pc_link_shm_took(&engine->shm, rank, &next);
-        pc_count_received(context, rank, nbytes);
-        pc_note_message(engine->engine.notes, self->ident, rank, tag, nbytes,
+        pc_count_received(context, rank, *nbytes);
+        pc_note_message(engine->engine.notes, self->ident, rank, tag, *nbytes,
                         PC_NOTED_RECEIVE | PC_NOTED_DONE);
     }
     pc_lock_give(&engine->drive.lock);
     return taken;
+}
+
+bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming) {
+    size_t nbytes;
+    return incoming->out != NULL && take(self, incoming, incoming->array.data, &nbytes);
+}
+
+bool pc_messages_take_object(pc_messages *self, const struct pc_incoming_call *incoming,
+                             PyObject **object) {
+    char bytes[PC_DIRECT_OBJECT_NBYTES];
+    size_t nbytes;
+    if (incoming->out != NULL || !take(self, incoming, bytes, &nbytes))
+        return false;
+    *object = pc_pickle_load_copy(bytes, nbytes);
+    return true;
 }

@@ -1,7 +1,7 @@
 /* `_core.Messages`: point to point of one communicator over the message engine.
 
-   Arrays of NumPy's that are contiguous and of a plain dtype are sent and received here, and so is
-   what Python pickles: of that, only the pickling is Python's. All else is handed with the same
+   Arrays of NumPy's that are contiguous and of a plain dtype are sent and received here, and so are
+   objects; Python pickles those that `pickles.h` does not know. All else is handed with the same
    arguments to the Python methods, and what takes long is finished there. */
 #include "messages.h"
 
@@ -36,9 +36,9 @@ static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t co
         plain = pc_outgoing_of(self, values[X], values[DEST], values[TAG], &outgoing);
     if (plain <= 0)
         return plain == 0 ? pc_call_method(self->slow, name, args, count, keywords) : NULL;
-    if (is_blocking && kind == PC_SEND && outgoing.views == NULL &&
-        pc_messages_post(self, &outgoing)) {
+    if (is_blocking && kind == PC_SEND && pc_messages_post(self, &outgoing)) {
         pc_memory_release(&outgoing.array);
+        pc_views_release(outgoing.views);
         Py_RETURN_NONE;
     }
     enum pc_way way = is_blocking ? way_of(timeout_ns) : PC_MAY_PUSH;
@@ -63,6 +63,9 @@ static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t
         pc_memory_release(&incoming.array);
         return Py_NewRef(incoming.out);
     }
+    PyObject *object;
+    if (is_blocking && pc_messages_take_object(self, &incoming, &object))
+        return object;
     struct pc_request *request = pc_messages_receive(self, &incoming, PC_RECV, is_blocking);
     pc_memory_release(&incoming.array); /* which the request keeps */
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
@@ -194,7 +197,7 @@ static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
                           &values, &slow))
         return NULL;
     Py_ssize_t size = PySequence_Size(members);
-    if (size < 0 || PyTuple_Size(values) != 4 ||
+    if (size < 0 || PyTuple_Size(values) != 3 ||
         !PyType_IsSubtype((PyTypeObject *)request, pc_request_type) ||
         !PyType_IsSubtype((PyTypeObject *)both, pc_both_type)) {
         PyErr_SetString(PyExc_TypeError, "arguments are context, members, owner, request, both, "
@@ -215,9 +218,8 @@ static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
     self->both_type = Py_NewRef(both);
     self->status_type = Py_NewRef(status);
     self->dump = Py_NewRef(PyTuple_GetItem(values, 0));
-    self->load = Py_NewRef(PyTuple_GetItem(values, 1));
-    self->new_bytes = Py_NewRef(PyTuple_GetItem(values, 2));
-    self->here = Py_NewRef(PyTuple_GetItem(values, 3));
+    self->new_bytes = Py_NewRef(PyTuple_GetItem(values, 1));
+    self->here = Py_NewRef(PyTuple_GetItem(values, 2));
     if (self->members == NULL || self->ranks == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();
@@ -254,7 +256,6 @@ static void messages_dealloc(pc_messages *self) {
     Py_XDECREF(self->both_type);
     Py_XDECREF(self->status_type);
     Py_XDECREF(self->dump);
-    Py_XDECREF(self->load);
     Py_XDECREF(self->new_bytes);
     Py_XDECREF(self->here);
     free(self->members);
@@ -291,8 +292,8 @@ static PyType_Slot messages_slots[] = {
      "Messages(context, members, owner, request, both, status, values, slow)\n\n"
      "Point to point of one communicator, in the core. `request` is a subclass of `Request`, "
      "`both` one of `Both`, `status` that of what recv fills in. `values` are functions: "
-     "dump(object) -> its parts, or None if it is none; load(memory) -> object; new_bytes(length) "
-     "-> memory; here() -> the GPU on which a thread works, or None. `slow(name)` returns the "
+     "dump(object) -> its parts, or None if it is none; new_bytes(length) -> memory; here() -> the "
+     "GPU on which a thread works, or None. `slow(name)` returns the "
      "method to which all else goes: send, ssend, recv, isend, issend, irecv, sendrecv, isendrecv, "
      "probe, iprobe; finish(request, seconds), which waits for one that takes long, and returns "
      "its result; and finish_both(received, sent, seconds), which does that for two."},

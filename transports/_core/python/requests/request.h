@@ -42,7 +42,7 @@ typedef struct {
     int *ranks;   /* ranks here, by world rank; -1 */
     PyObject *both_type;   /* of a receive and a send as one request */
     PyObject *status_type; /* of what a receive fills in */
-    PyObject *dump, *load, *new_bytes; /* functions of pickling: see `Messages` */
+    PyObject *dump, *new_bytes; /* functions of pickling: see `Messages` */
     PyObject *here;                    /* returns the GPU on which this thread works, or None */
     uint64_t looked_ns; /* when Python has looked last for a probe that does not wait */
 } pc_messages;

@@ -1,6 +1,7 @@
 /* From messages to what a receive returns. See request.h. */
 #include "request.h"
 #include "base/copy.h"
+#include "python/arguments/pickles.h"
 
 #include <stdlib.h>
 
@@ -204,7 +205,7 @@ static int load(struct pc_request *request) {
     if (!request->is_pickled)
         return 0;
     PyObject *memory = Py_NewRef(request->array);
-    PyObject *object = PyObject_CallFunctionObjArgs(request->messages->load, memory, NULL);
+    PyObject *object = pc_pickle_load(memory);
     if (object != NULL && request->is_pickled) { /* else another thread was quicker */
         request->is_pickled = false;
         request->array = object;
