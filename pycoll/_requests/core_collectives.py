@@ -387,13 +387,14 @@ def _blocks(
         (parts,) = given  # only of an all_gather something follows
         steps = object_collectives.all_gather_rest(group, call, parts, messages)
         return steps, object_collectives.loaded
-    xs = [conversion.wrap(x) for x in given]
-    values = [x for x in xs if x is not None]
-    targets = uneven_out.BlockTargets(None, len(came), None, {}, values)
-    steps = uneven.taken(group, call, name, values, messages, targets)
+    items, out = given
+    values = [value for x in items if (value := conversion.wrap(x)) is not None]
     if name == "scatterv":
-        return steps, lambda got, late: targets.finish(got, late)[0]
-    return steps, targets.finish
+        target = uneven_out.BlockTarget(out, None, None, values)
+        steps = uneven.taken(group, call, name, values, messages, target)
+        return steps, lambda got, late: target.finish(got, late)[0]
+    targets = uneven_out.BlockTargets(out, len(came), None, {}, values)
+    return uneven.taken(group, call, name, values, messages, targets), targets.finish
 
 
 def _unpack(memory: Memory) -> Any:

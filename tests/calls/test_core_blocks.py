@@ -93,6 +93,17 @@ made = {{
 for name, args in made.items():
     for method in calls_of(name):
         goes_without_python(lambda: method(*args))
+whole = np.empty(6)
+made = {{
+    "gatherv": [mine[0], 0, whole],
+    "all_gatherv": [mine[0], whole],
+    "all_to_allv": [[mine[0]] * 2, whole],
+}}
+for name, args in made.items():
+    for method in calls_of(name):
+        goes_without_python(lambda: method(*args))
+for method in calls_of("scatterv"):
+    goes_without_python(lambda: method([mine[0]] * 2 if rank == 0 else None, 0, whole[:3]))
 ok()
 """
     scripts(2, text, transport)
@@ -217,6 +228,43 @@ assert objects == swapped == [{"a": [0]}, {"a": [1]}]
 assert all(request.wait() is result for request, result in zip(requests, first))
 assert not np.shares_memory(gathered[rank], x)
 gathered[1 - rank][:] = 0  # it is writable
+ok()
+"""
+    scripts(2, text, transport)
+
+
+@pytest.mark.parametrize("transport", IN_CORE)
+def test_what_does_not_fit_into_out_is_said_after_the_call(
+    scripts: Scripts, transport: str
+) -> None:
+    text = """
+x = np.full(2 + rank, 1.0 * rank)
+for length in (5, 4, 6):
+    whole = np.full(length, -1.0)
+    request = comm.iall_gatherv(x, whole)
+    while not request.test():
+        pass
+    if length == 5:  # it is there as soon as the call is done
+        assert whole.tolist() == [0, 0, 1, 1, 1]
+        first, second = request.wait()
+        assert first.base is second.base is whole and second.tolist() == [1, 1, 1]
+    else:
+        error_like(ValueError, "rows", request.wait)
+    mine = np.empty(3 if length == 5 else 4)
+    row, place = ([np.ones(3)] * 2, None) if rank == 0 else (None, mine)
+    request = comm.iscatterv(row, 0, place)
+    if rank == 0 or length == 5:
+        assert request.wait().tolist() == [1, 1, 1]
+    else:
+        error_like(ValueError, "out", request.wait)
+large = np.ones((70_000, 2)) * rank
+both = np.empty((140_000, 2))
+for call in (comm.iall_gatherv, comm.igatherv):
+    got = call(large, out=both).wait()
+    if got is not None:
+        assert both[:70_000].sum() == 0 and both[70_000:].sum() == 140_000
+        both.fill(-1)
+comm.barrier()
 ok()
 """
     scripts(2, text, transport)

@@ -78,6 +78,7 @@ static bool add_array(struct given *given, size_t index, PyObject *item, bool ke
         given->spans[index] = (struct span){2 * index, is_later ? 1 : 2,
                                             nbytes + (is_later ? 0 : array.nbytes)};
         blocks->dtype = array.dtype;
+        blocks->is_later = is_later;
         if (keeps && !is_later) {
             blocks->own = pc_memory_new(&array, item, 0, &made);
             fits = blocks->own != NULL;
@@ -117,6 +118,7 @@ static bool add_object(struct given *given, size_t index, PyObject *parts, bool 
         blocks->length = span->nbytes;
         blocks->parts[span->begin] = (struct iovec){&blocks->length, sizeof blocks->length};
         *span = (struct span){span->begin, 1, sizeof blocks->length};
+        blocks->is_later = true;
     } else if (is_well && keeps) {
         blocks->own = copy_of(&blocks->parts[span->begin], span->count, span->nbytes);
         is_well = blocks->own != NULL;
@@ -170,6 +172,60 @@ static void place_all(struct given *given, int rank, int size, size_t count) {
     }
 }
 
+/* Whether a block can stand in `out` from a row on. */
+static bool fits(const struct pc_blocks *blocks, const struct pc_described *block, intptr_t row) {
+    int ndim = blocks->into_ndim;
+    if (block->dtype != blocks->into_dtype || block->ndim != ndim)
+        return false;
+    for (int axis = 1; axis < ndim; axis++)
+        if (block->dims[axis] != blocks->into_dims[axis])
+            return false;
+    return blocks->is_one ? block->dims[0] == blocks->into_dims[0]
+                          : block->dims[0] <= blocks->into_dims[0] - row;
+}
+
+/* This rank's own, as it was described. */
+static bool read_own(const struct pc_blocks *blocks, struct pc_described *block) {
+    const unsigned char *head = blocks->parts[2 * blocks->own_given].iov_base;
+    uint32_t length;
+    memcpy(&length, head, sizeof length);
+    return pc_read_description(head + 4, length, block);
+}
+
+/* Look at `out`. False: leave it to Python. */
+static bool view_out(struct given *given, PyObject *out, size_t count) {
+    struct pc_blocks *blocks = given->blocks;
+    struct pc_described own;
+    struct pc_array whole;
+    if (!pc_target_of(out, &whole))
+        return false;
+    bool may_be = whole.ndim > 0 && whole.ndim <= PC_MOST_BLOCK_DIMS &&
+                  (count == 0 || whole.dtype == blocks->dtype);
+    for (size_t index = 0; may_be && index < count; index++) {
+        const struct iovec *sent = &blocks->parts[2 * index + 1];
+        const char *a = sent->iov_base, *b = whole.data;
+        may_be = a + sent->iov_len <= b || b + whole.nbytes <= a;
+    }
+    if (may_be) {
+        blocks->into = whole.data;
+        blocks->into_nbytes = whole.nbytes;
+        blocks->into_dtype = whole.dtype;
+        blocks->into_ndim = whole.ndim;
+        memcpy(blocks->into_dims, whole.dims, (size_t)whole.ndim * sizeof *whole.dims);
+        may_be = blocks->own_at < 0 || (read_own(blocks, &own) && fits(blocks, &own, 0));
+    }
+    blocks->ends = calloc((size_t)blocks->count + 1, sizeof *blocks->ends);
+    PyObject *keeper = may_be && blocks->ends != NULL && pc_tell_written(&whole, out) == 0
+                           ? pc_memory_keeper(&whole, out, given->is_blocking)
+                           : NULL;
+    bool is_kept = keeper != NULL && PyList_Append(given->kept, keeper) == 0;
+    Py_XDECREF(keeper);
+    pc_memory_release(&whole);
+    if (is_kept)
+        blocks->out = Py_NewRef(out);
+    return is_kept;
+}
+
 /* Of a call in which it gives so many, in so many parts. NULL with an exception. */
 static struct pc_blocks *new_blocks(const pc_collectives *self, int kind, bool is_root,
                                     size_t count, size_t num_parts) {
@@ -182,6 +238,8 @@ static struct pc_blocks *new_blocks(const pc_collectives *self, int kind, bool i
     blocks->num_chunks = (uint32_t)self->size * (is_all_to_all(kind) ? 2 : 1);
     blocks->first = is_all_to_all(kind) ? self->size : scatters ? self->rank : 0;
     blocks->count = !takes ? 0 : scatters ? 1 : self->size;
+    blocks->is_one = scatters;
+    blocks->own_given = kind == PC_SCATTERV || is_all_to_all(kind) ? self->rank : 0;
     blocks->own_at = !takes || (scatters && !is_root) ? -1 : scatters ? 0 : self->rank;
     blocks->places = calloc(blocks->num_chunks, sizeof *blocks->places);
     blocks->grown = calloc(blocks->num_chunks, sizeof *blocks->grown);
@@ -195,22 +253,27 @@ static struct pc_blocks *new_blocks(const pc_collectives *self, int kind, bool i
 }
 
 /* Fill in all; false, perhaps with an exception: leave it to Python. */
-static bool add_all(struct given *given, const pc_collectives *self, PyObject *blocks) {
+static bool add_all(struct given *given, const pc_collectives *self, PyObject *blocks,
+                    PyObject *out) {
     size_t count = (size_t)PyTuple_Size(blocks);
-    bool keeps_any = given->blocks->own_at >= 0 && !pc_is_announced(given->kind), is_well = true;
+    bool keeps_any = given->blocks->own_at >= 0 && !pc_is_announced(given->kind) && out == NULL;
+    bool is_well = true;
     for (size_t index = 0; is_well && index < count; index++) {
         PyObject *block = PyTuple_GetItem(blocks, (Py_ssize_t)index);
         bool keeps = keeps_any && (is_of_one(given->kind) || (int)index == self->rank);
         is_well = given->blocks->are_objects ? add_object(given, index, block, keeps)
                                              : add_array(given, index, block, keeps);
     }
+    if (is_well && out != NULL)
+        is_well = view_out(given, out, count);
     if (is_well)
         place_all(given, self->rank, self->size, count);
     return is_well;
 }
 
 struct pc_blocks *pc_blocks_of(const pc_collectives *self, int kind, int root, PyObject *x,
-                               bool is_blocking, PyObject **for_python, PyObject **kept) {
+                               PyObject *out, bool is_blocking, PyObject **for_python,
+                               PyObject **kept) {
     PyObject *items = items_of(self, kind, root, x);
     size_t count = items != NULL ? (size_t)PyTuple_Size(items) : 0, num_parts = 2 * count;
     if (items != NULL && !pc_is_uneven(kind)) {
@@ -225,7 +288,7 @@ struct pc_blocks *pc_blocks_of(const pc_collectives *self, int kind, int root, P
                           PyMem_Calloc(count + 1, sizeof(struct span))};
     if (given.spans == NULL && !PyErr_Occurred())
         PyErr_NoMemory();
-    if (PyErr_Occurred() || !add_all(&given, self, items)) {
+    if (PyErr_Occurred() || !add_all(&given, self, items, out)) {
         pc_blocks_free(given.blocks, self->engine);
         given.blocks = NULL;
         Py_CLEAR(items);
@@ -244,6 +307,8 @@ void pc_blocks_free(struct pc_blocks *blocks, pc_engine_object *engine) {
         pc_memory_let_go(engine, blocks->grown[chunk].memory);
     Py_XDECREF(blocks->own);
     Py_XDECREF(blocks->came);
+    Py_XDECREF(blocks->out);
+    free(blocks->ends);
     free(blocks->places);
     free(blocks->grown);
     free(blocks->parts);
@@ -266,18 +331,52 @@ static bool read_block(const struct pc_grown *came, struct pc_described *said, s
            *start + said->nbytes == came->nbytes;
 }
 
-bool pc_blocks_are_whole(const struct pc_blocks *blocks) {
+static bool are_whole(const struct pc_blocks *blocks) {
     for (int index = 0; index < blocks->count; index++) {
         const struct pc_grown *came = &blocks->grown[blocks->first + index];
         struct pc_described said;
         size_t start;
         bool is_own = index == blocks->own_at;
-        if (is_own ? blocks->own == NULL
+        if (is_own ? blocks->is_later
                    : blocks->are_objects ? came->nbytes == sizeof blocks->length
                                          : !read_block(came, &said, &start))
             return false;
     }
     return true;
+}
+
+/* Copy all to `out`, if they fit. */
+static bool fill(struct pc_blocks *blocks) {
+    size_t rows = (size_t)blocks->into_dims[0], start;
+    size_t row_nbytes = rows > 0 ? blocks->into_nbytes / rows : 0;
+    struct pc_described said;
+    intptr_t row = 0;
+    for (int index = 0; index < blocks->count; index++) {
+        const struct pc_grown *came = &blocks->grown[blocks->first + index];
+        if (!(index == blocks->own_at ? read_own(blocks, &said)
+                                      : read_block(came, &said, &start)) ||
+            !fits(blocks, &said, row))
+            return false;
+        blocks->ends[index] = row += said.dims[0];
+    }
+    if (blocks->count > 0 && row != blocks->into_dims[0])
+        return false;
+    unsigned char *to = blocks->into;
+    for (int index = 0; index < blocks->count; index++) {
+        const struct pc_grown *came = &blocks->grown[blocks->first + index];
+        intptr_t begin = index > 0 ? blocks->ends[index - 1] : 0;
+        size_t nbytes = (size_t)(blocks->ends[index] - begin) * row_nbytes;
+        const unsigned char *from = blocks->parts[2 * blocks->own_given + 1].iov_base;
+        if (index != blocks->own_at && read_block(came, &said, &start))
+            from = (unsigned char *)came->memory + start;
+        pc_copy(to, from, nbytes);
+        to += nbytes;
+    }
+    return true;
+}
+
+bool pc_blocks_settle(struct pc_blocks *blocks) {
+    return are_whole(blocks) && (blocks->out == NULL || fill(blocks));
 }
 
 PyObject *pc_blocks_came(struct pc_blocks *blocks, pc_engine_object *engine) {
@@ -319,6 +418,11 @@ static PyObject *array_of(const pc_collectives *self, PyObject *memory,
 /* One item of the result. */
 static PyObject *item_of(const pc_collectives *self, const struct pc_blocks *blocks,
                          PyObject *came, int index) {
+    if (blocks->out != NULL)
+        return blocks->is_one
+                   ? Py_NewRef(blocks->out)
+                   : PySequence_GetSlice(blocks->out, index > 0 ? blocks->ends[index - 1] : 0,
+                                         blocks->ends[index]);
     if (index == blocks->own_at)
         return blocks->are_objects ? pc_object_load(Py_NewRef(blocks->own))
                                    : Py_NewRef(blocks->own);

@@ -72,6 +72,7 @@ struct pc_plan_entry;
 
 /* Bytes that travel at once of what may be longer: see `INLINE_NBYTES` in _calls/rooted.py. */
 #define PC_INLINE_NBYTES 4096
+#define PC_MOST_BLOCK_DIMS 32
 /* What goes before the elements of a block has at most so many. */
 #define PC_BLOCK_HEAD_NBYTES 320
 
@@ -87,7 +88,17 @@ struct pc_blocks {
     uint64_t length; /* of an object that comes in the second round */
     /* those that this rank gets: from a chunk on so many, of which it has one itself, or -1 */
     int first, count, own_at;
-    PyObject *own;  /* that: an array, or the bytes of an object; NULL: Python makes it */
+    int own_given; /* which of those given that is */
+    bool is_one;   /* of a scatterv */
+    bool is_later;  /* that is too long for the first round: Python makes it */
+    PyObject *own;  /* else that: an array, or the bytes of an object; NULL: it goes to `out` */
+    /* where arrays go, one after the other, or of a scatterv the one; or NULL */
+    PyObject *out;
+    unsigned char *into;
+    size_t into_nbytes;
+    int into_dtype, into_ndim;
+    intptr_t into_dims[PC_MOST_BLOCK_DIMS];
+    intptr_t *ends; /* the row behind each of them, when they are there */
     PyObject *came; /* the others, as `Memory`, once somebody has asked; then `grown` has none */
 };
 
@@ -109,7 +120,7 @@ typedef struct {
 struct pc_running {
     PC_STARTED_HEAD(pc_collectives, collectives)
     pc_plan *plan;
-    PyObject *x, *result; /* x: or NULL; of blocks as of `pc_blocks_of`; of a broadcast with it */
+    PyObject *x, *result; /* x: or NULL; of objects, or arrays and `out`, as of `pc_blocks_of` */
     PyObject *source_keeper, *target_keeper; /* of the memory of these; or NULL */
     void *source, *target;
     int number_dtype;           /* the result is a number of that dtype; 0: it is none */
@@ -143,12 +154,15 @@ int pc_collectives_expect(pc_collectives *self, const struct pc_running *like, P
 uint64_t pc_plans_generation(void);
 
 /* blocks.c: look at the blocks that this rank gives. `for_python` gets these as x has them, `kept`
-   what keeps their memory. NULL without an exception: leave it to Python. */
+   what keeps their memory, and that of `out` (NULL: there is none). NULL without an exception:
+   leave it to Python. */
 struct pc_blocks *pc_blocks_of(const pc_collectives *self, int kind, int root, PyObject *x,
-                               bool is_blocking, PyObject **for_python, PyObject **kept);
+                               PyObject *out, bool is_blocking, PyObject **for_python,
+                               PyObject **kept);
 void pc_blocks_free(struct pc_blocks *blocks, pc_engine_object *engine);
-/* Whether all is there, and known here; without the interpreter's lock. */
-bool pc_blocks_are_whole(const struct pc_blocks *blocks);
+/* Whether all is there, and known here, and fits into `out`, where it is then; without the
+   interpreter's lock. */
+bool pc_blocks_settle(struct pc_blocks *blocks);
 /* What has come, as a list of `Memory`; None for this rank's own. NULL with an exception. */
 PyObject *pc_blocks_came(struct pc_blocks *blocks, pc_engine_object *engine);
 PyObject *pc_blocks_result(const pc_collectives *self, struct pc_blocks *blocks, int kind);

@@ -32,7 +32,7 @@ static void hold(struct pc_running *self) {
 
 static void pipeline_ended(struct pc_pipeline *pipeline) {
     struct pc_running *self = pipeline->owner;
-    if (pipeline->status == 0 && self->blocks != NULL && !pc_blocks_are_whole(self->blocks))
+    if (pipeline->status == 0 && self->blocks != NULL && !pc_blocks_settle(self->blocks))
         hold(self);
     else
         end(self);

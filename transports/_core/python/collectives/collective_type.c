@@ -173,8 +173,8 @@ static PyGetSetDef collective_values[] = {
      "why it failed.",
      NULL},
     {"_made_by", (getter)collective_call, NULL,
-     "(kind, root, x): what was called; off root of a scatter, `out` for x; of blocks a tuple of "
-     "those given, of objects their parts.", NULL},
+     "(kind, root, x): what was called; off root of a scatter, `out` for x; of uneven blocks "
+     "(those given, `out`); of objects a tuple of their parts, of a broadcast (parts, x).", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -222,11 +222,12 @@ static struct pc_running *begin_blocks(pc_collectives *self, struct plan_key *ke
     PyObject *given = NULL, *kept = NULL;
     if (values[XS] != NULL)
         values[X] = values[XS];
-    if (key->algorithm != NULL ||
-        (!is_none(values[OUT]) && !(is_rooted && self->rank != key->root)))
+    PyObject *out = is_rooted && self->rank != key->root ? NULL : values[OUT];
+    if (key->algorithm != NULL || (!is_none(out) && !pc_is_uneven(kind)))
         return NULL;
-    struct pc_blocks *blocks = pc_blocks_of(self, kind, key->root, values[X], key->blocking != 0,
-                                            &given, &kept);
+    struct pc_blocks *blocks = pc_blocks_of(self, kind, key->root, values[X],
+                                            is_none(out) ? NULL : out, key->blocking != 0, &given,
+                                            &kept);
     /* pickling may have run anything */
     if (blocks != NULL && !pc_may_start((struct pc_methods *)self,
                                         self->context->collectives_usable)) {
@@ -242,9 +243,11 @@ static struct pc_running *begin_blocks(pc_collectives *self, struct plan_key *ke
     if (started != NULL) {
         started->plan = (pc_plan *)Py_NewRef(plan);
         started->result = Py_NewRef(kind == PC_BROADCAST ? values[X] : Py_None);
-        started->x = kind != PC_BROADCAST
-                         ? Py_NewRef(given)
-                         : PyTuple_Pack(2, PyTuple_GetItem(given, 0), values[X]);
+        if (kind == PC_BROADCAST)
+            started->x = PyTuple_Pack(2, PyTuple_GetItem(given, 0), values[X]);
+        else
+            started->x = pc_is_uneven(kind) ? PyTuple_Pack(2, given, is_none(out) ? Py_None : out)
+                                            : Py_NewRef(given);
         started->kind = kind;
         started->root = key->root;
         started->source_keeper = Py_NewRef(kept);
