@@ -33,15 +33,8 @@ static PyObject *joined(PyObject *parts) {
     return whole;
 }
 
-PyObject *pc_object_parts(PyObject *x) {
-    PyObject *plain = pc_pickle_plain(x);
-    if (plain != NULL) {
-        PyObject *view = PyMemoryView_FromObject(plain);
-        Py_DECREF(plain);
-        return view != NULL ? Py_BuildValue("(N)", view) : NULL;
-    }
-    if (PyErr_Occurred())
-        return NULL;
+/* Of what is not plain, as Python's `dump` says. */
+static PyObject *dumped_parts(PyObject *x) {
     PyObject *parts = dump != NULL ? PyObject_CallFunctionObjArgs(dump, x, NULL) : NULL;
     if (parts == NULL && PyErr_Occurred() && (PyErr_ExceptionMatches(PyExc_TypeError) ||
                                               PyErr_ExceptionMatches(PyExc_ValueError)))
@@ -51,15 +44,28 @@ PyObject *pc_object_parts(PyObject *x) {
     return parts;
 }
 
+PyObject *pc_object_parts(PyObject *x) {
+    PyObject *plain = pc_pickle_plain(x);
+    if (plain == NULL)
+        return !PyErr_Occurred() ? dumped_parts(x) : NULL;
+    PyObject *view = PyMemoryView_FromObject(plain);
+    Py_DECREF(plain);
+    return view != NULL ? Py_BuildValue("(N)", view) : NULL;
+}
+
 int pc_object_dump(PyObject *x, struct pc_array *bytes) {
     bytes->held.obj = NULL;
-    PyObject *parts = pc_object_parts(x);
-    if (parts == NULL)
-        return PyErr_Occurred() ? -1 : 0;
-    PyObject *whole = PySequence_Size(parts) == 1 ? PySequence_GetItem(parts, 0) : joined(parts);
+    PyObject *whole = pc_pickle_plain(x);
+    if (whole == NULL && !PyErr_Occurred()) {
+        PyObject *parts = dumped_parts(x);
+        if (parts != NULL)
+            whole = PySequence_Size(parts) == 1 ? PySequence_GetItem(parts, 0) : joined(parts);
+        else if (!PyErr_Occurred())
+            return 0;
+        Py_XDECREF(parts);
+    }
     int status = whole != NULL && describe(whole, PyBUF_SIMPLE, bytes) == 0 ? 1 : -1;
     Py_XDECREF(whole);
-    Py_DECREF(parts);
     return status;
 }
 
