@@ -366,8 +366,10 @@ static bool fill(struct pc_blocks *blocks) {
         const struct pc_grown *came = &blocks->grown[blocks->first + index];
         intptr_t begin = index > 0 ? blocks->ends[index - 1] : 0;
         size_t nbytes = (size_t)(blocks->ends[index] - begin) * row_nbytes;
-        const unsigned char *from = blocks->parts[2 * blocks->own_given + 1].iov_base;
-        if (index != blocks->own_at && read_block(came, &said, &start))
+        const unsigned char *from = NULL;
+        if (index == blocks->own_at)
+            from = blocks->parts[2 * blocks->own_given + 1].iov_base;
+        else if (read_block(came, &said, &start))
             from = (unsigned char *)came->memory + start;
         pc_copy(to, from, nbytes);
         to += nbytes;
