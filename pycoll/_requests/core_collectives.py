@@ -119,31 +119,36 @@ class CoreCollective(Collective, CoreStarted, shown_as="Request"):
 
     def _go_on(self, came: bytes | list[Memory | None]) -> None:
         """Go on with what has come, which the core does not know."""
-        group = self._group
-        _, number, *_ = self._description
-        kind, root, given = self._made_by
-        call, name = self._call, METHODS[kind]
-        begun = Numbered(call.text.encode(), number)
-        if isinstance(came, list):
-            steps, result = _blocks(group, begun, name, given, came)
-        elif not came:
-            steps, result = _long_objects(group, begun, name, root, given)
-        else:
-            announcement = rooted.Announcement.unpack(memoryview(came))
-            take = _broadcast if name == "broadcast" else _scatter
-            steps, result = take(group, begun, root, announcement, given)
-            owner: Owner = self._owner
-            if given is None and owner.plans is not None:
-                plan = owner.plans.expected(name, begun.signature, root, announcement)
-                if plan is not None:
-                    self._expect(plan)
-        self._by_python = group.engine.start(
-            call, steps, partial(conclude, group.engine, result), collective=False
-        )
+        call, engine = self._call, self._group.engine
+        try:
+            steps, result = self._rest(call.text, came)
+        except Exception as exc:  # `out` has changed meanwhile
+            self._why = exc
+            self._settle(None, True, False)
+            return
+        conclusion = partial(conclude, engine, result)
+        self._by_python = engine.start(call, steps, conclusion, collective=False)
         if self._by_python.done:
             self._taken(self._by_python)
         else:
             self._by_python.watchers[self._taken] = None
+
+    def _rest(self, text: str, came: bytes | list[Memory | None]) -> Taking:
+        """Return what is to be done with what has come."""
+        kind, root, given = self._made_by
+        group, name = self._group, METHODS[kind]
+        begun = Numbered(text.encode(), self._description[1])
+        if isinstance(came, list):
+            return _blocks(group, begun, name, given, came)
+        if not came:
+            return _long_objects(group, begun, name, root, given)
+        announcement = rooted.Announcement.unpack(memoryview(came))
+        plans: CompiledPlans | None = self._owner.plans
+        if given is None and plans is not None:
+            if (plan := plans.expected(name, begun.signature, root, announcement)) is not None:
+                self._expect(plan)
+        take = _broadcast if name == "broadcast" else _scatter
+        return take(group, begun, root, announcement, given)
 
     def _taken(self, task: Started) -> None:
         self._settle(task.result, task.error is not None, task.unfit is not None)

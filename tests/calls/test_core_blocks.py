@@ -310,3 +310,50 @@ else:
 ok()
 """
     scripts(2, text, transport)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "zmq"])
+def test_what_a_call_sends_is_kept_for_as_long_as_a_link_may_look_at_it(
+    scripts: Scripts, transport: str
+) -> None:
+    text = """
+import gc
+comm.barrier()
+value = [np.full(2000, rank) for _ in range(200)]  # more than a link takes at once
+if rank == 1:
+    request = comm.igather(value, 0)
+    items = [x[0] for x in gc.get_objects() if type(x) is list and len(x) == 1]
+    assert any(type(x) in (list, tuple) and x and type(x[0]) is memoryview for x in items)
+    comm.send(None, 0)
+else:
+    comm.recv(1)  # the request waits for this rank
+    request = comm.igather(value, 0)
+got = request.wait()
+assert rank == 1 or (got[1][199] == 1).all()
+ok()
+"""
+    scripts(2, text, transport)
+
+
+def test_an_array_that_may_not_be_written_to_any_more_is_said(scripts: Scripts) -> None:
+    text = """
+x, out = np.ones(2000), np.zeros(4000)
+comm.barrier()
+comm.all_gatherv(np.ones(2))
+try:
+    if rank == 0:
+        request = comm.iall_gatherv(x, out=out)
+        out.flags.writeable = False
+        comm.send(None, 1)
+    else:
+        comm.recv(0)
+        request = comm.iall_gatherv(x)
+    request.wait()
+except ValueError as exc:
+    assert rank == 0 and "read-only" in str(exc), exc
+    ok()
+except pycoll.PeerFailed as exc:
+    assert rank == 1 and "read-only" in str(exc), exc
+    ok()
+"""
+    scripts(2, text)

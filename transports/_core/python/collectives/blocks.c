@@ -104,7 +104,7 @@ static PyObject *copy_of(const struct iovec *parts, size_t count, size_t nbytes)
 static bool add_object(struct given *given, size_t index, PyObject *parts, bool keeps) {
     struct pc_blocks *blocks = given->blocks;
     struct span *span = &given->spans[index];
-    struct pc_views *views = pc_view_parts(parts); /* they stay: the list of parts is kept */
+    struct pc_views *views = pc_view_parts(parts); /* they stay: the parts are kept */
     span->begin = index > 0 ? span[-1].begin + span[-1].count : 0;
     span->count = views != NULL ? (size_t)views->count : 0;
     for (size_t part = 0; part < span->count; part++) {
@@ -112,9 +112,11 @@ static bool add_object(struct given *given, size_t index, PyObject *parts, bool 
         blocks->parts[span->begin + part] = (struct iovec){view->buf, (size_t)view->len};
         span->nbytes += (size_t)view->len;
     }
-    bool is_well = views != NULL;
+    /* also after the call was given up: a link may still look at them */
+    bool is_well = views != NULL &&
+                   PyList_SetItem(given->kept, (Py_ssize_t)index, Py_NewRef(parts)) == 0;
     pc_views_release(views);
-    if (has_two_rounds(given->kind) && span->nbytes > PC_INLINE_NBYTES) {
+    if (is_well && has_two_rounds(given->kind) && span->nbytes > PC_INLINE_NBYTES) {
         blocks->length = span->nbytes;
         blocks->parts[span->begin] = (struct iovec){&blocks->length, sizeof blocks->length};
         *span = (struct span){span->begin, 1, sizeof blocks->length};
@@ -152,7 +154,7 @@ static void place(struct pc_chunk_place *place, const struct pc_blocks *blocks,
                   const struct span *span) {
     place->nbytes = span->nbytes;
     place->source = span->count > 0 ? address_of(&blocks->parts[span->begin]) : 1;
-    if (span->count > 1) {
+    if (span->count > 1 || blocks->is_later) { /* what is `blocks`' has no keeper: links copy it */
         place->parts = &blocks->parts[span->begin];
         place->num_parts = span->count;
     }
