@@ -143,10 +143,10 @@ class CoreCollective(Collective, CoreStarted, shown_as="Request"):
         if not came:
             return _long_objects(group, begun, name, root, given)
         announcement = rooted.Announcement.unpack(memoryview(came))
-        plans: CompiledPlans | None = self._owner.plans
-        if given is None and plans is not None:
-            if (plan := plans.expected(name, begun.signature, root, announcement)) is not None:
-                self._expect(plan)
+        plans: CompiledPlans | None = self._owner.plans if given is None else None
+        how = name, begun.signature, root, announcement
+        if plans is not None and (plan := plans.expected(*how)) is not None:
+            self._expect(plan)
         take = _broadcast if name == "broadcast" else _scatter
         return take(group, begun, root, announcement, given)
 
