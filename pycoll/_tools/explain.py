@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from pycoll._tools.show import add_hosts, hosts_of
+from pycoll._tools.show import add_hosts, add_ranks, hosts_of
 
 if TYPE_CHECKING:
     from pycoll._selection.select import Selector
@@ -35,15 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     add = parser.add_argument
     add("collective", metavar="COLLECTIVE", help="for example all_reduce")
-    add(
-        "-n",
-        "--ranks",
-        dest="size",
-        type=int,
-        default=4,
-        metavar="N",
-        help="number of ranks (default: 4)",
-    )
+    add_ranks(parser)
     add(
         "--bytes",
         dest="length",

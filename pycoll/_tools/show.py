@@ -39,19 +39,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a collective and an algorithm, as all_reduce ring; or FILE.py:NAME, what that file "
         "registers",
     )
-    add(
-        "-n",
-        "--ranks",
-        dest="size",
-        type=int,
-        default=4,
-        metavar="N",
-        help="number of ranks (default: 4)",
-    )
+    add_ranks(parser)
     add("--root", type=int, default=0, metavar="R", help="the root (default: 0)")
     add_hosts(parser)
     add("--svg", metavar="F", help="write a picture of all rounds")
     add("--html", metavar="F", help="write a page that one steps through")
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Declare the option that says how many ranks there are."""
+    says = "number of ranks (default: 4)"
+    parser.add_argument("-n", "--ranks", dest="size", type=int, default=4, metavar="N", help=says)
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:

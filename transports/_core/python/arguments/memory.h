@@ -116,8 +116,19 @@ static inline uint32_t pc_describe_memory(const struct pc_array *x, int skipped,
         memcpy(to + 3 + kind_nbytes + 8 * axis, &x->dims[axis + skipped], 8);
     return 3 + kind_nbytes + 8 * (uint32_t)ndim;
 }
-/* Read that; false: no array of that kind can be made here, or it is too large. Also without the
-   interpreter's lock. */
+/* What goes before the elements of a block whose shape only its sender knows, as
+   pycoll/_calls/blocks.py writes it: the length of the description, that, and zeros. Returns its
+   length. */
+#define PC_BLOCK_ALIGNMENT 64
+static inline size_t pc_write_block_head(const struct pc_array *x, unsigned char *to) {
+    uint32_t length = pc_describe_memory(x, 0, to + 4);
+    size_t nbytes = pc_round_up(4 + (size_t)length, PC_BLOCK_ALIGNMENT);
+    memcpy(to, &length, 4);
+    memset(to + 4 + length, 0, nbytes - 4 - length);
+    return nbytes;
+}
+/* Read a description; false: no array of that kind can be made here, or it is too large. Also
+   without the interpreter's lock. */
 struct pc_described {
     const struct pc_library *library;
     char format;

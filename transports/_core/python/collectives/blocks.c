@@ -16,7 +16,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define ALIGNMENT 64 /* as in blocks.py */
 /* A longer array is a view of what has come. */
 #define COPIED_NBYTES ((size_t)64 << 10)
 
@@ -68,10 +67,7 @@ static bool add_array(struct given *given, size_t index, PyObject *item, bool ke
     PyObject *keeper = fits ? pc_memory_keeper(&array, item, given->is_blocking) : NULL;
     if (keeper != NULL && PyList_SetItem(given->kept, (Py_ssize_t)index, keeper) == 0) {
         unsigned char *head = blocks->heads + index * PC_BLOCK_HEAD_NBYTES;
-        uint32_t length = pc_describe_memory(&array, 0, head + 4);
-        size_t nbytes = pc_round_up(4 + (size_t)length, ALIGNMENT);
-        memcpy(head, &length, 4);
-        memset(head + 4 + length, 0, nbytes - 4 - length);
+        size_t nbytes = pc_write_block_head(&array, head);
         struct iovec *parts = &blocks->parts[2 * index];
         parts[0] = (struct iovec){head, nbytes};
         parts[1] = (struct iovec){array.data, array.nbytes};
@@ -327,7 +323,7 @@ static bool read_block(const struct pc_grown *came, struct pc_described *said, s
     if (came->nbytes < sizeof length)
         return false;
     memcpy(&length, came->memory, sizeof length);
-    *start = pc_round_up(4 + (size_t)length, ALIGNMENT);
+    *start = pc_round_up(4 + (size_t)length, PC_BLOCK_ALIGNMENT);
     return *start <= came->nbytes &&
            pc_read_description((const unsigned char *)came->memory + 4, length, said) &&
            *start + said->nbytes == came->nbytes;

@@ -72,10 +72,7 @@ static uint64_t write_row(const struct pc_given *given, unsigned char *row, size
         *at = sizeof nbytes;
         memcpy(at + 4, &nbytes, sizeof nbytes);
     } else if (given->head == NULL) {
-        uint32_t length = pc_describe_memory(&given->array, 0, at + 4);
-        memcpy(at, &length, 4);
-        head_nbytes = pc_round_up(4 + (size_t)length, PC_BLOCK_ALIGNMENT);
-        memset(at + 4 + length, 0, head_nbytes - 4 - length);
+        head_nbytes = pc_write_block_head(&given->array, at);
     } else {
         head_nbytes = (size_t)given->head_nbytes;
         if (head_nbytes > room)

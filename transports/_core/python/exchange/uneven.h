@@ -10,8 +10,6 @@
 
 #include "python/arguments/memory.h"
 
-#define PC_BLOCK_ALIGNMENT 64 /* as in pycoll/_calls/blocks.py */
-
 /* What a rank has left to say after its rows. With long heads the call goes by messages. */
 enum { PC_NOTHING_LEFT, PC_LARGE_BLOCKS, PC_LONG_HEADS };
 
