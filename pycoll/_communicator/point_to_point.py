@@ -81,13 +81,21 @@ class PointToPoint(Running):
         self._finish_begun(text, message_steps.finish_send(task), (request,), seconds)
         return request.result
 
-    def _finish_both_in_core(self, received: CoreRequest, sent: CoreRequest, seconds: float) -> Any:
-        """The same for a receive and a send at the same time."""
-        _, _, dest, tag, _ = sent._description
+    def _finish_both_in_core(
+        self, received: CoreRequest, sent: CoreRequest | tuple[int, int], seconds: float
+    ) -> Any:
+        """The same for a receive and a send at the same time; (dest, tag): that has left."""
         source = received._description[2]
+        if isinstance(sent, tuple):
+            dest, tag = sent
+            begun: tuple[CoreRequest, ...] = (received,)
+            steps = message_steps.finish_send(received._task)
+        else:
+            _, _, dest, tag, _ = sent._description
+            begun = received, sent
+            steps = message_steps.finish_both(received._task, sent._task)
         text = f"sendrecv(dest={dest}, source={source if source >= 0 else 'ANY'}, tag={tag})"
-        steps = message_steps.finish_both(received._task, sent._task)
-        self._finish_begun(text, steps, (received, sent), seconds)
+        self._finish_begun(text, steps, begun, seconds)
         return received.result
 
     def _finish_begun(

@@ -1,4 +1,4 @@
-"""Short arrays between ranks of one host, which are sent and received without a request."""
+"""Arrays and short objects between ranks of one host, sent and received without a request."""
 
 from __future__ import annotations
 
@@ -205,3 +205,135 @@ for turn in range(100):
 ok()
 """
     scripts(2, text)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_new_arrays_come_as_what_was_sent(scripts: Scripts, transport: str) -> None:
+    text = """
+import array as arrays
+
+kinds = ["?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16", "longdouble"]
+sent = [np.arange(12).reshape(3, 4).astype(kind) for kind in kinds]
+sent += [np.empty((0, 3)), np.array(5.0), np.zeros((1,) * 6), np.zeros((1,) * 7)]
+sent += [np.full(8_192, 7.0), np.full(8_193, 8.0), np.arange(6).reshape(2, 3).T, sent[0][:, ::2]]
+sent += [memoryview(sent[3]), arrays.array("d", [1, 2, 3])]
+status = pycoll.Status()
+for turn in range(3):
+    if rank == 1:
+        for tag, x in enumerate(sent):
+            comm.send(x, 0, tag)
+        comm.recv(0)
+        continue
+    kept = []
+    for tag, x in enumerate(sent):
+        got = comm.recv(*[(1,), (), (1, tag)][tag % 3], status=status)
+        nbytes = np.asarray(x).nbytes
+        assert (status.source, status.tag, status.nbytes) == (1, tag, nbytes), (tag, status)
+        assert type(got) is type(x)
+        array = np.asarray(got)
+        assert array.dtype == np.asarray(x).dtype and array.tolist() == np.asarray(x).tolist()
+        assert array.flags.writeable
+        assert not any(np.shares_memory(array, other) for other in kept)
+        kept.append(array)
+    comm.send(None, 1)
+ok()
+"""
+    scripts(2, COUNT + text, transport)
+
+
+def test_a_receive_from_any_begins_with_the_rank_after_the_last(scripts: Scripts) -> None:
+    text = """
+import os, shutil, tempfile
+
+status = pycoll.Status()
+folder = comm.broadcast(tempfile.mkdtemp() if rank == 1 else None, 1)
+for turn in range(5):
+    if rank != 1:
+        for value in range(10):
+            comm.send(array(value), 1)
+        open(f"{folder}/{turn} {rank}", "w").close()
+    while rank == 1 and len(os.listdir(folder)) < 3 * (turn + 1):
+        pass
+    sources, values = [], [[], [], [], []]
+    for _ in range(30) if rank == 1 else ():
+        value = comm.recv(status=status)[0]
+        sources.append(status.source)
+        values[status.source].append(value)
+    if rank == 1:
+        assert values == [list(range(10)), [], list(range(10)), list(range(10))]
+    if rank == 1 and turn > 0:  # a first call is prepared in Python
+        later = {0: [2, 3, 0], 2: [3, 0, 2], 3: [0, 2, 3]}
+        assert sources == [sources[0], *later[sources[0]]][:3] * 10, sources
+    comm.barrier()
+shutil.rmtree(folder) if rank == 1 else None
+ok()
+"""
+    scripts(4, COUNT + text)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_sendrecv_sends_once_and_receives_what_comes(scripts: Scripts, transport: str) -> None:
+    text = """
+other = 1 - rank
+status = pycoll.Status()
+for turn in range(20):
+    out = array(-1)
+    assert comm.sendrecv(array(rank), other, other, out=out) is out and out[0] == other
+    assert comm.sendrecv(array(rank), other, other, 3, 3, status=status)[1] == other
+    assert (status.source, status.tag) == (other, 3)
+    assert comm.sendrecv({"from": rank}, other) == {"from": other}
+    assert comm.sendrecv("an object", other) == "an object"
+    assert comm.sendrecv(array(turn), rank, rank)[0] == turn  # to itself
+    if rank == 0:
+        text = "sendrecv.dest=1, source=1, tag=5. "
+        error_like(pycoll.OperationTimeout, text, comm.sendrecv, array(1), 1, 1, 5, timeout=0.02)
+        comm.send("go on", 1)
+        out = np.empty(4, "f4")
+        error_like(pycoll.MismatchError, "int64", comm.sendrecv, array(2), 1, 1, 6, out=out)
+        assert comm.recv(1)[0] == 7
+    else:
+        assert comm.recv(0, 5)[0] == 1
+        assert comm.recv(0) == "go on"
+        comm.send(array(7), 0, 6)
+        assert comm.recv(0, 6)[0] == 2
+    comm.barrier()
+ok()
+"""
+    scripts(2, COUNT + text, transport)
+
+
+def test_a_message_that_is_taken_while_its_memory_is_made(scripts: Scripts) -> None:
+    """By a program's own code, which may run where Python makes an object."""
+    text = """
+import gc
+
+taken, receive = [], comm.recv
+
+def take(phase, info):
+    if not taken:
+        taken.append(None)
+        taken[0] = receive(1).tolist()
+
+comm.send(None, 1) if rank == 0 else comm.recv(0)  # first calls are prepared in Python
+before = gc.get_threshold()
+cleanup.callback(gc.set_threshold, *before)
+for threshold in range(1, 12):  # objects that are made until `take` runs: one falls into a receive
+    if rank == 1:
+        for n in (8, 4, 4):
+            comm.send(memoryview(array(n, n)), 0)
+        assert comm.recv(0) == "done"
+        continue
+    taken.clear()
+    gc.collect()
+    gc.callbacks.append(take)
+    gc.set_threshold(threshold)
+    first = receive(1)
+    second = receive(1)
+    gc.set_threshold(*before)
+    gc.callbacks.remove(take)
+    got = [first.tolist(), second.tolist(), *(taken or [receive(1).tolist()])]
+    assert sorted(got) == [[4] * 4, [4] * 4, [8] * 8], (threshold, got, taken)
+    comm.send("done", 1)
+ok()
+"""
+    scripts(2, COUNT + text)

@@ -180,19 +180,21 @@ struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incomi
 
 /* --- waiting ---------------------------------------------------------------------------------- */
 
-/* Have Python wait for what takes long: finish(requests..., seconds). */
-static PyObject *hand_over(pc_messages *self, const char *name, struct pc_request *one,
-                           struct pc_request *other, const struct pc_patience *patience) {
-    PyObject *left = pc_patience_left(patience);
-    if (left == NULL)
-        return NULL;
-    PyObject *args[3] = {(PyObject *)one, other != NULL ? (PyObject *)other : left, left};
-    PyObject *result = pc_call_method(self->slow, name, args, other != NULL ? 3 : 2, NULL);
-    Py_DECREF(left);
+/* Have Python wait for what takes long: finish(received or sent, seconds), or
+   finish_both(received, what was sent, seconds). */
+static PyObject *hand_over(pc_messages *self, struct pc_request *one, PyObject *sent,
+                           const struct pc_patience *patience) {
+    PyObject *left = pc_patience_left(patience), *result = NULL;
+    PyObject *args[3] = {(PyObject *)one, sent != NULL ? sent : left, left};
+    if (left != NULL)
+        result = sent != NULL ? pc_call_method(self->slow, "finish_both", args, 3, NULL)
+                              : pc_call_method(self->slow, "finish", args, 2, NULL);
+    Py_XDECREF(left);
     return result;
 }
 
-PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint64_t timeout_ns) {
+static PyObject *finish(pc_messages *self, struct pc_request *request, PyObject *sent,
+                        uint64_t timeout_ns) {
     if (request == NULL)
         return NULL;
     struct pc_patience patience = pc_patience(timeout_ns);
@@ -201,10 +203,22 @@ PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint
     if (done > 0)
         result = pc_request_result(request);
     else if (done == 0)
-        result = hand_over(self, "finish", request, NULL, &patience);
+        result = hand_over(self, request, sent, &patience);
     if (result == NULL) /* or a signal handler that has raised would leave it to take a message */
         pc_started_give_up((struct pc_started *)request);
     Py_DECREF((PyObject *)request);
+    return result;
+}
+
+PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint64_t timeout_ns) {
+    return finish(self, request, NULL, timeout_ns);
+}
+
+PyObject *pc_messages_finish_posted(pc_messages *self, struct pc_request *received,
+                                    const struct pc_outgoing *posted, uint64_t timeout_ns) {
+    PyObject *sent = Py_BuildValue("il", posted->dest, posted->tag);
+    PyObject *result = sent != NULL ? finish(self, received, sent, timeout_ns) : NULL;
+    Py_XDECREF(sent);
     return result;
 }
 
@@ -216,7 +230,7 @@ PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received
     if (done > 0 && received->status == 0)
         done = pc_request_wait(sent, patience.until_ns);
     if (done == 0) {
-        result = hand_over(self, "finish_both", received, sent, &patience);
+        result = hand_over(self, received, (PyObject *)sent, &patience);
     } else {
         PyObject *nothing = done > 0 && received->status == 0 ? pc_request_result(sent) : NULL;
         if (done > 0 && (nothing != NULL || received->status != 0))

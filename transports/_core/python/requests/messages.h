@@ -40,17 +40,20 @@ struct pc_request *pc_messages_send(pc_messages *self, struct pc_outgoing *outgo
 struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incoming_call *incoming,
                                        enum pc_request_kind kind, bool is_blocking);
 
-/* messages_direct.c: send an array, or an object of one part, at once; or receive one that is the
-   next: into `out`, or a new object (NULL with an exception). False: nothing has happened. */
+/* messages_direct.c: send an array, or an object of one part, at once. False: nothing has
+   happened. */
 #define PC_DIRECT_NBYTES ((size_t)64 << 10)
 #define PC_DIRECT_OBJECT_NBYTES ((size_t)4 << 10)
 bool pc_messages_post(pc_messages *self, const struct pc_outgoing *outgoing);
-bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming);
-bool pc_messages_take_object(pc_messages *self, const struct pc_incoming_call *incoming,
-                             PyObject **object);
+/* Receive what is the next already, or nearly; returns what a receive returns. NULL with an
+   exception, or without one: nothing has happened. */
+PyObject *pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming);
 
 /* Wait for the request of a blocking call, which is let go; what takes long goes on in Python. */
 PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint64_t timeout_ns);
+/* The same for the receive of a sendrecv whose message was posted. */
+PyObject *pc_messages_finish_posted(pc_messages *self, struct pc_request *received,
+                                    const struct pc_outgoing *posted, uint64_t timeout_ns);
 /* The same for a receive and a send at the same time; if one fails, the other is given up. */
 PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received,
                                   struct pc_request *sent, uint64_t timeout_ns);

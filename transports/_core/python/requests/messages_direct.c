@@ -1,6 +1,6 @@
-/* Buffered arrays and short objects between ranks of one host, sent and received without a
-   request: what a blocking call does first. If it cannot, nothing has happened, and the call goes
-   its usual way. With the interpreter's lock. */
+/* Arrays and short objects between ranks of one host, sent and received without a request: what a
+   blocking call does first. If it cannot, nothing has happened, and the call goes its usual way.
+   With the interpreter's lock. */
 #include "messages.h"
 #include "base/copy.h"
 #include "python/arguments/pickles.h"
@@ -111,50 +111,121 @@ static bool copy_payload(struct pc_link_shm *shm, int rank, const struct pc_shm_
     return true;
 }
 
-/* Copy the next message to `out`'s memory, or if there is no `out` to `bytes`, if it is one that
-   can be taken so. */
-static bool take(pc_messages *self, const struct pc_incoming_call *incoming, void *bytes,
-                 size_t *nbytes) {
-    pc_engine_object *engine = self->engine;
+/* A message that a receive may take. */
+struct found {
     const struct pc_context *context;
-    if (incoming->source == ANY || incoming->status != NULL || !enter(self, &context))
-        return false;
-    int rank = self->members[incoming->source], looks = engine->shm.channel.host->spins, came = 0;
+    int source, rank; /* rank here, and in the world */
     struct pc_shm_next next;
-    bool is_next = engine->engine.gone[rank] == 0 && engine->links[rank] == &engine->shm.link &&
-                   pc_match_first_posted(&context->matching) == NULL &&
-                   pc_match_first_message(&context->matching) == NULL;
-    for (int look = 0; is_next && came == 0 && look <= looks && look < MOST_LOOKS; look++) {
-        came = pc_link_shm_next(&engine->shm, rank, &next);
-        if (came == 0)
-            pc_relax();
+};
+
+/* The first message of each of `count` ranks from `first` on; a short wait for one. False: there is
+   none, or something that must be told before. */
+static bool look(pc_messages *self, int first, int count, struct found *found) {
+    pc_engine_object *engine = self->engine;
+    int spins = engine->shm.channel.host->spins;
+    for (int looks = 0; looks <= spins && looks < MOST_LOOKS; looks++) {
+        for (int place = first; place < first + count; place++) {
+            found->source = place < self->size ? place : place - self->size;
+            found->rank = self->members[found->source];
+            const struct pc_link *link = engine->links[found->rank];
+            if (link == &engine->to_self && count > 1)
+                continue; /* what it has sent is in the queue of those that have come */
+            if (engine->engine.gone[found->rank] != 0 || link != &engine->shm.link)
+                return false;
+            int came = pc_link_shm_next(&engine->shm, found->rank, &found->next);
+            if (came != 0)
+                return came > 0;
+        }
+        pc_relax();
     }
-    bool taken = came > 0 && is_for(self, &next, incoming) &&
-                 (incoming->out != NULL ? fits(&next, &incoming->array) : is_short_object(&next)) &&
-                 copy_payload(&engine->shm, rank, &next, bytes, looks);
+    return false;
+}
+
+/* Take the engine's lock if the next message is for this receive; false: the lock is not held. */
+static bool find(pc_messages *self, const struct pc_incoming_call *incoming, struct found *found) {
+    if (!enter(self, &found->context))
+        return false;
+    bool is_any = incoming->source == ANY;
+    if (pc_match_first_posted(&found->context->matching) == NULL &&
+        pc_match_first_message(&found->context->matching) == NULL &&
+        look(self, is_any ? self->first : incoming->source, is_any ? self->size : 1, found) &&
+        is_for(self, &found->next, incoming))
+        return true;
+    pc_lock_give(&self->engine->drive.lock);
+    return false;
+}
+
+struct came {
+    int source; /* rank here */
+    int64_t tag;
+    size_t nbytes;
+};
+
+/* Copy what was found, and take it; gives the lock. False: its sender has paused. */
+static bool take(pc_messages *self, const struct found *found, void *into, struct came *came) {
+    pc_engine_object *engine = self->engine;
+    int64_t tag = tag_of(found->next.header);
+    size_t nbytes = found->next.nbytes;
+    bool taken = copy_payload(&engine->shm, found->rank, &found->next, into,
+                              engine->shm.channel.host->spins);
     if (taken) {
-        int64_t tag = tag_of(next.header);
-        *nbytes = next.nbytes;
-        pc_link_shm_took(&engine->shm, rank, &next);
-        pc_count_received(context, rank, *nbytes);
-        pc_note_message(engine->engine.notes, self->ident, rank, tag, *nbytes,
+        pc_link_shm_took(&engine->shm, found->rank, &found->next);
+        pc_count_received(found->context, found->rank, nbytes);
+        pc_note_message(engine->engine.notes, self->ident, found->rank, tag, nbytes,
                         PC_NOTED_RECEIVE | PC_NOTED_DONE);
+        self->first = found->source + 1 < self->size ? found->source + 1 : 0;
     }
     pc_lock_give(&engine->drive.lock);
+    if (taken)
+        *came = (struct came){found->source, tag, nbytes};
     return taken;
 }
 
-bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming) {
-    size_t nbytes;
-    return incoming->out != NULL && take(self, incoming, incoming->array.data, &nbytes);
+/* Receive the found message into new memory for it; gives the engine's lock: memory of Python's may
+   run anything. Without an exception NULL: it is another one by now, or none that is known here. */
+static PyObject *take_new(pc_messages *self, const struct pc_incoming_call *incoming,
+                          struct found *found, struct came *came) {
+    unsigned char header[LONGEST_HEADER_NBYTES];
+    size_t header_nbytes = found->next.header_nbytes, nbytes = found->next.nbytes;
+    bool is_known = header_nbytes <= sizeof header;
+    if (is_known)
+        memcpy(header, found->next.header, header_nbytes);
+    pc_lock_give(&self->engine->drive.lock);
+    void *into;
+    PyObject *array = is_known ? pc_value_array(header, header_nbytes, nbytes, &into) : NULL;
+    if (array == NULL || !find(self, incoming, found))
+        return array != NULL ? (Py_DECREF(array), NULL) : NULL;
+    if (found->next.nbytes == nbytes && found->next.header_nbytes == header_nbytes &&
+        memcmp(found->next.header, header, header_nbytes) == 0) {
+        if (take(self, found, into, came))
+            return array;
+    } else {
+        pc_lock_give(&self->engine->drive.lock);
+    }
+    Py_DECREF(array);
+    return NULL;
 }
 
-bool pc_messages_take_object(pc_messages *self, const struct pc_incoming_call *incoming,
-                             PyObject **object) {
-    char bytes[PC_DIRECT_OBJECT_NBYTES];
-    size_t nbytes;
-    if (incoming->out != NULL || !take(self, incoming, bytes, &nbytes))
-        return false;
-    *object = pc_pickle_load_copy(bytes, nbytes);
-    return true;
+PyObject *pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming) {
+    struct found found;
+    struct came came;
+    PyObject *value = NULL;
+    if (!find(self, incoming, &found))
+        return NULL;
+    if (incoming->out != NULL) {
+        if (!fits(&found.next, &incoming->array))
+            pc_lock_give(&self->engine->drive.lock);
+        else if (take(self, &found, incoming->array.data, &came))
+            value = Py_NewRef(incoming->out);
+    } else if (is_short_object(&found.next)) {
+        char bytes[PC_DIRECT_OBJECT_NBYTES];
+        if (take(self, &found, bytes, &came))
+            value = pc_pickle_load_copy(bytes, came.nbytes);
+    } else {
+        value = take_new(self, incoming, &found, &came);
+    }
+    if (value != NULL && incoming->status != NULL &&
+        pc_fill_status(incoming->status, came.source, came.tag, came.nbytes) < 0)
+        Py_CLEAR(value);
+    return value;
 }

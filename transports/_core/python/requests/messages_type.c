@@ -59,15 +59,13 @@ static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t
         !pc_incoming_of(self, values[SOURCE], values[TAG], values[OUT], values[STATUS], &incoming))
         return PyErr_Occurred() ? NULL
                                 : pc_call_method(self->slow, name, args, count, keywords);
-    if (is_blocking && pc_messages_take(self, &incoming)) {
-        pc_memory_release(&incoming.array);
-        return Py_NewRef(incoming.out);
-    }
-    PyObject *object;
-    if (is_blocking && pc_messages_take_object(self, &incoming, &object))
-        return object;
-    struct pc_request *request = pc_messages_receive(self, &incoming, PC_RECV, is_blocking);
+    PyObject *value = is_blocking ? pc_messages_take(self, &incoming) : NULL;
+    struct pc_request *request = NULL;
+    if (value == NULL && !PyErr_Occurred())
+        request = pc_messages_receive(self, &incoming, PC_RECV, is_blocking);
     pc_memory_release(&incoming.array); /* which the request keeps */
+    if (request == NULL)
+        return value;
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
 }
 
@@ -86,6 +84,17 @@ static bool start_both(pc_messages *self, const struct pc_incoming_call *incomin
     pc_started_give_up((struct pc_started *)*received);
     Py_DECREF((PyObject *)*received);
     return false;
+}
+
+/* The receive of a sendrecv whose message was posted. */
+static PyObject *receive_after(pc_messages *self, struct pc_incoming_call *incoming,
+                               const struct pc_outgoing *posted, uint64_t timeout_ns) {
+    PyObject *value = pc_messages_take(self, incoming);
+    struct pc_request *received = NULL;
+    if (value == NULL && !PyErr_Occurred())
+        received = pc_messages_receive(self, incoming, PC_RECV, true);
+    pc_memory_release(&incoming->array); /* which the request keeps */
+    return received != NULL ? pc_messages_finish_posted(self, received, posted, timeout_ns) : value;
 }
 
 /* What is received over what is sent is left to Python. */
@@ -110,6 +119,11 @@ static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t co
         plain = 0;
     }
     struct pc_request *received, *sent;
+    if (plain > 0 && is_blocking && pc_messages_post(self, &outgoing)) {
+        pc_memory_release(&outgoing.array);
+        pc_views_release(outgoing.views);
+        return receive_after(self, &incoming, &outgoing, timeout_ns);
+    }
     enum pc_way way = is_blocking && plain > 0 ? way_of(timeout_ns) : PC_MAY_PUSH;
     bool started = plain > 0 && start_both(self, &incoming, &outgoing, is_blocking, way, &received,
                                            &sent);
@@ -296,7 +310,8 @@ static PyType_Slot messages_slots[] = {
      "GPU on which a thread works, or None. `slow(name)` returns the "
      "method to which all else goes: send, ssend, recv, isend, issend, irecv, sendrecv, isendrecv, "
      "probe, iprobe; finish(request, seconds), which waits for one that takes long, and returns "
-     "its result; and finish_both(received, sent, seconds), which does that for two."},
+     "its result; and finish_both(received, sent, seconds), which does that for two, or of a "
+     "message that has left, for the receive: then `sent` is (dest, tag)."},
     {0, NULL},
 };
 

@@ -44,6 +44,7 @@ typedef struct {
     PyObject *status_type; /* of what a receive fills in */
     PyObject *dump, *new_bytes; /* functions of pickling: see `Messages` */
     PyObject *here;                    /* returns the GPU on which this thread works, or None */
+    int first;          /* rank here that a receive from any looks at first, to be fair */
     uint64_t looked_ns; /* when Python has looked last for a probe that does not wait */
 } pc_messages;
 
@@ -124,6 +125,12 @@ static inline bool pc_request_is_done(struct pc_request *request) {
 /* Whether a message is one of those that become a value here. Also without the interpreter's
    lock. */
 bool pc_value_is_known(const unsigned char *header, size_t header_nbytes, size_t nbytes);
+/* A new array of Python's for a message, and where its elements are. NULL with an exception, or
+   without one: it is no array of a kind that is known here. */
+PyObject *pc_value_array(const unsigned char *header, size_t header_nbytes, size_t nbytes,
+                         void **data);
+/* Fill in a Status: 0; -1 with an exception. */
+int pc_fill_status(PyObject *status, int source, int64_t tag, size_t nbytes);
 /* Go on with a message that a request holds; nothing is done if it does not, or another thread
    does. 0; -1 with an exception. */
 int pc_request_go_on(struct pc_request *request);

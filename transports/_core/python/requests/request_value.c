@@ -75,10 +75,11 @@ static void receive(struct claim *claim) {
     }
 }
 
-static PyObject *new_array(const struct claim *claim, void **data) {
+PyObject *pc_value_array(const unsigned char *header, size_t header_nbytes, size_t nbytes,
+                         void **data) {
     struct pc_described like;
     struct pc_array view;
-    if (!array_of(claim->header, claim->header_nbytes, claim->nbytes, &like))
+    if (!array_of(header, header_nbytes, nbytes, &like))
         return NULL;
     PyObject *array =
         pc_memory_empty(like.library, like.format, like.dtype, like.ndim, like.dims, &view);
@@ -120,8 +121,9 @@ static PyObject *new_memory(const struct claim *claim, void **data) {
 
 /* New memory for a message; NULL, without an exception if it is none of those that are known. */
 static PyObject *new_value(const struct claim *claim, void **data) {
-    return is_object(claim->header, claim->header_nbytes) ? new_memory(claim, data)
-                                                          : new_array(claim, data);
+    return is_object(claim->header, claim->header_nbytes)
+               ? new_memory(claim, data)
+               : pc_value_array(claim->header, claim->header_nbytes, claim->nbytes, data);
 }
 
 /* Python goes on with it. What is said of a message that was refused is where it was in the
@@ -217,23 +219,27 @@ static int load(struct pc_request *request) {
     return object != NULL ? 0 : -1;
 }
 
-/* Fill in the status object: 0; -1 with an exception. */
-static int fill_in(struct pc_request *request) {
-    const struct pc_receive *receive = &request->receive;
-    if (request->filled == NULL)
-        return 0;
-    PyObject *values[] = {PyLong_FromLong(request->messages->ranks[receive->source]),
-                          PyLong_FromLongLong(receive->tag), PyLong_FromSize_t(receive->nbytes)};
+int pc_fill_status(PyObject *status, int source, int64_t tag, size_t nbytes) {
+    PyObject *values[] = {PyLong_FromLong(source), PyLong_FromLongLong(tag),
+                          PyLong_FromSize_t(nbytes)};
     static const char *const attributes[] = {"source", "tag", "nbytes"};
-    int status = 0;
+    int failed = 0;
     for (int index = 0; index < 3; index++) {
-        if (status == 0)
-            status = values[index] != NULL
-                         ? PyObject_SetAttrString(request->filled, attributes[index], values[index])
+        if (failed == 0)
+            failed = values[index] != NULL
+                         ? PyObject_SetAttrString(status, attributes[index], values[index])
                          : -1;
         Py_XDECREF(values[index]);
     }
-    return status;
+    return failed;
+}
+
+static int fill_in(const struct pc_request *request) {
+    const struct pc_receive *receive = &request->receive;
+    return request->filled == NULL
+               ? 0
+               : pc_fill_status(request->filled, request->messages->ranks[receive->source],
+                                receive->tag, receive->nbytes);
 }
 
 /* The Status of what a probe has found. */
