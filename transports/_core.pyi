@@ -329,7 +329,7 @@ class Collectives:
         rank: int,
         owner: Any,
         type: type[Collective],
-        planner: Callable[[int, int, Any, int, int, Any, str | None], CompiledPlan | None],
+        planner: Callable[[int, int, Any, int, int, Any, str | None, Any], CompiledPlan | None],
         finish: Callable[[Any, float], None],
         unpack: Callable[[Memory], Any],
         slow: Callable[[str], Callable[..., Any]],

@@ -7,7 +7,7 @@ found out by the first message.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from pycoll import schedules
@@ -119,6 +119,22 @@ def _own_row(group: Group, how: How, x: Value, op: Op | None, result: Array | No
     )
 
 
+def bind_rows(
+    group: Group, choice: Choice, x: Value, counts: Sequence[int], op: Op, result: Array
+) -> Bound:
+    """Bind what reduces rows of all ranks' x: this rank's ``counts[rank]`` rows into `result`."""
+    source = cut(conversion.operand(x.array), counts)
+    target: list[memoryview | None] = [None] * group.size
+    target[group.rank] = conversion.as_bytes(result)
+    binding = Binding(
+        nbytes=_lengths(source),
+        source=_sources(source),
+        target=target,
+        combine=operators.reduction(op, x, (-1, *x.array.shape[1:]), group.size),
+    )
+    return Bound(("reduce_scatter", choice), binding, x.array.itemsize)
+
+
 def _gathered(
     group: Group, how: How, x: Value, op: Op | None, result: Array | list[Array] | None
 ) -> Binding:
@@ -174,9 +190,15 @@ def piece_ends(size: int, itemsize: int, count: int) -> list[int]:
 
 def rows(array: Array) -> list[memoryview]:
     """Return byte views of the rows of a C-contiguous array."""
+    return cut(array, [1] * len(array))
+
+
+def cut(array: Array, counts: Sequence[int]) -> list[memoryview]:
+    """Return byte views of the parts of a C-contiguous array: so many rows each."""
     view = conversion.as_bytes(array)
     nbytes = len(view) // len(array) if len(array) else 0
-    return [view[i * nbytes : (i + 1) * nbytes] for i in range(len(array))]
+    ends = accumulate((count * nbytes for count in counts), initial=0)
+    return [view[begin:end] for begin, end in pairwise(ends)]
 
 
 def _lengths(views: Sequence[memoryview]) -> list[int | None]:

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll._calls import collectives, on_gpus, shared_memory_calls, two_level, wide_averages
+from pycoll._calls import (
+    collectives,
+    on_gpus,
+    shared_memory_calls,
+    shared_memory_uneven,
+    two_level,
+    wide_averages,
+)
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import IN_SHARED_MEMORY, Bound, Group, Numbered
+from pycoll._calls.shared_memory import part_of
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._selection.select import Choice
 
@@ -60,6 +68,7 @@ class ArrayPlan(CallPlan[Any]):
         in_pieces: it goes piece by piece between a GPU and the core.
         may_use_gpus: the ranks vote first on whether the call runs on GPUs (`on_gpus`).
         reduction: what this rank would do then; None: its arrays are not, or must be staged.
+        counts: of a reduce_scatter, how many rows of x each rank gets; None: one.
     """
 
     def __init__(
@@ -77,6 +86,7 @@ class ArrayPlan(CallPlan[Any]):
         in_pieces: bool = False,
         may_use_gpus: bool = False,
         reduction: Reduction | None = None,
+        counts: list[int] | None = None,
     ) -> None:
         super().__init__(group, text, route=route)
         self.collective = collective
@@ -89,6 +99,7 @@ class ArrayPlan(CallPlan[Any]):
         self.in_pieces = in_pieces
         self.may_use_gpus = may_use_gpus
         self.reduction = reduction
+        self.counts = counts
 
     @property
     def memory(self) -> Array | None:
@@ -109,6 +120,10 @@ class ArrayPlan(CallPlan[Any]):
 
     def _bind(self, x: Value, memory: Array | None) -> Bound:
         choice = BY_CUDA_IPC if self.choice == IN_SHARED_MEMORY else self.choice
+        if self.counts is not None:
+            assert self.op is not None
+            assert memory is not None
+            return collectives.bind_rows(self.group, choice, x, self.counts, self.op, memory)
         return collectives.bind(self.group, self.collective, choice, x, memory, self.op, self.root)
 
     def part(self, call: Numbered) -> CallSteps:
@@ -126,6 +141,8 @@ class ArrayPlan(CallPlan[Any]):
 
     def in_shared_memory(self, shm: ShmComm) -> Any:
         """Exchange it in shared memory; BY_MESSAGES if all ranks rather offer."""
+        if self.counts is not None:
+            return shared_memory_uneven.reduce_scatterv(shm, part_of("uneven", self.text), self)
         return shared_memory_calls.run(shm, self)
 
     def in_two_levels(self, levels: TwoLevelCall) -> None:

@@ -7,22 +7,22 @@ The core exchanges what the blocks are, has the places found here, and brings th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pycoll._arrays import conversion
-from pycoll._arrays.operators import Op
 from pycoll._arrays.value import Value
-from pycoll._calls import blocks
+from pycoll._calls import blocks, collectives
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._calls.shared_memory_calls import combine, serves, type_salt
 from pycoll._calls.uneven_out import BlockTargets
-from pycoll._dtypes import Array
 from pycoll._runtime.scratch import new_bytes
 from pycoll._transports._core import METHODS, OPS
 from pycoll._transports.base import Parts, nbytes_of
+
+if TYPE_CHECKING:
+    from pycoll._calls.scheduled import ArrayPlan
 
 
 def run(shm: ShmComm, method: str, xs: Sequence[Value], root: int, targets: BlockTargets) -> Any:
@@ -92,10 +92,12 @@ def run_objects(
     return BY_MESSAGES if by_messages else buffers or None
 
 
-def reduce_scatterv(
-    shm: ShmComm, salt: int, x: Value, counts: list[int], op: Op, result: Array
-) -> None:
-    """Reduce part r of all ranks' x into rank r's C-contiguous `result`."""
+def reduce_scatterv(shm: ShmComm, salt: int, plan: ArrayPlan) -> None:
+    """Reduce part r of all ranks' x into rank r's result; its arguments are those of `plan`."""
+    x, counts, op, result = plan.x, plan.counts, plan.op, plan.memory
+    assert counts is not None
+    assert op is not None
+    assert result is not None
     array = conversion.operand(x.array)
     if serves(op, x.dtype):
         source, out = conversion.as_bytes(array), conversion.as_bytes(result)
@@ -103,15 +105,7 @@ def reduce_scatterv(
         shm.core.reduce_rows(x.dtype.code, code, array.shape, counts, source, out)
         return
     shm.barrier(salt)
-    for root, view in enumerate(cut(array, counts)):
+    for root, view in enumerate(collectives.cut(array, counts)):
         part = np.frombuffer(view, x.dtype.storage).reshape(counts[root], *array.shape[1:])
         value = Value(part, x.dtype, x.kind)
         combine(shm, "reduce", value, result if root == shm.rank else None, op, root)
-
-
-def cut(array: Array, counts: Sequence[int]) -> list[memoryview]:
-    """Return byte views of the parts of a C-contiguous array: so many rows each."""
-    view = conversion.as_bytes(array)
-    nbytes = len(view) // len(array) if len(array) else 0
-    ends = accumulate((count * nbytes for count in counts), initial=0)
-    return [view[begin:end] for begin, end in pairwise(ends)]

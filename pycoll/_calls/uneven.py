@@ -1,5 +1,4 @@
-"""Collectives on blocks that differ in shape: gatherv, all_gatherv, scatterv, all_to_allv, and
-reduce_scatterv, whose blocks differ in length only.
+"""Collectives on blocks that differ in shape: gatherv, all_gatherv, scatterv, all_to_allv.
 
 Their schedules are those of the even collectives: a schedule does not know how long a chunk is.
 What nobody but the sender knows of a block comes with it (`blocks`).
@@ -11,17 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from pycoll._arrays import conversion
-from pycoll._arrays.operators import Op, reduction
 from pycoll._arrays.value import Value
-from pycoll._calls import blocks, shared_memory_uneven
-from pycoll._calls.group import Bound, Group, Numbered
+from pycoll._calls import blocks
+from pycoll._calls.group import Group, Numbered
 from pycoll._calls.message_steps import pulled
 from pycoll._calls.object_collectives import LINEAR, came, of_one, straight
 from pycoll._calls.uneven_out import BlockTargets
-from pycoll._dtypes import Array
 from pycoll._runtime.binding import Binding
 from pycoll._runtime.task import CallSteps
-from pycoll._selection.select import Choice
 from pycoll._transports._core import INLINE_NBYTES
 
 
@@ -127,19 +123,3 @@ def _value(index: int, own: Value | None, data: memoryview | None, targets: Bloc
         return blocks.unpack(data)
     assert own is not None
     return targets.copied(index, own)
-
-
-def bind_reduce_scatterv(
-    group: Group, x: Value, counts: Sequence[int], op: Op, choice: Choice, result: Array
-) -> Bound:
-    """Bind what reduces rows of all ranks' x: this rank's ``counts[rank]`` rows into `result`."""
-    source = shared_memory_uneven.cut(conversion.operand(x.array), counts)
-    target: list[memoryview | None] = [None] * group.size
-    target[group.rank] = conversion.as_bytes(result)
-    binding = Binding(
-        nbytes=[len(view) for view in source],
-        source=[(view,) for view in source],
-        target=target,
-        combine=reduction(op, x, (-1, *x.array.shape[1:]), group.size),
-    )
-    return Bound(("reduce_scatter", choice), binding, x.array.itemsize)

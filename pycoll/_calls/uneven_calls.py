@@ -14,21 +14,18 @@ from pycoll._calls import (
     shared_memory_uneven,
     uneven,
     uneven_out,
-    wide_averages,
 )
 from pycoll._calls.call_plan import CallPlan, ResultOf, Route, Steps
 from pycoll._calls.group import IN_SHARED_MEMORY
 from pycoll._calls.preparing import Preparing
-from pycoll._calls.shared_memory import counts_text, part_of
+from pycoll._calls.scheduled import ArrayPlan
+from pycoll._calls.shared_memory import counts_text
 from pycoll._support.wording import a_kind
 
 if TYPE_CHECKING:
     from pycoll._arrays.types import A, MaybeNone, Reducer
     from pycoll._arrays.value import Value
-    from pycoll._calls.group import Bound, Numbered
     from pycoll._calls.uneven_out import BlockTargets
-    from pycoll._dtypes import Array
-    from pycoll._runtime.task import CallSteps
 
 _EVEN = {
     "gatherv": "gather",
@@ -162,26 +159,16 @@ class UnevenCalls(Preparing):
             f"{self._prefix}reduce_scatterv({collectives.type_text(value)}, "
             f"{counts_text(checked)}, op={resolved.signature}, algorithm={chosen})"
         )
-
-        def bind(x: Value, memory: Array | None) -> Bound:
-            assert memory is not None
-            return uneven.bind_reduce_scatterv(group, x, checked, resolved, chosen, memory)
-
-        def steps(call: Numbered) -> CallSteps:
-            if wide_averages.applies(resolved, value.dtype):
-                return wide_averages.run(group, call, 0, value, target.memory, bind)
-            return bind(value, target.memory).run(group, call)
-
-        return CallPlan(
+        return ArrayPlan(
             group,
             text,
-            steps,
             self._route(chosen),
-            lambda shm: shared_memory_uneven.reduce_scatterv(
-                shm, part_of("uneven", text), value, checked, resolved, target.memory
-            ),
-            lambda got, late: target.result(late),
-            (value,),
+            "reduce_scatter",
+            chosen,
+            value,
+            target,
+            resolved,
+            counts=checked,
         )
 
 

@@ -35,7 +35,6 @@ from pycoll._runtime.task import Call, CallSteps, Started
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge
 from pycoll._transports._core import (
-    KINDS,
     METHODS,
     OPS,
     UNEVEN,
@@ -60,7 +59,7 @@ else:
     np = LazyModule("numpy")
     schedules = LazyModule("pycoll.schedules")
 
-NONBLOCKING = tuple(f"i{name}" for name in (*KINDS, *UNEVEN))
+NONBLOCKING = tuple(f"i{name}" for name in METHODS)
 """Collectives that run there, and so do those of `METHODS`."""
 
 _OBJECTS = "gather", "all_gather", "all_to_all"
@@ -199,6 +198,7 @@ class CompiledPlans:
         root: int,
         result: Any,
         algorithm: str | None,
+        counts: list[int] | None,
     ) -> CompiledPlan | None:
         """Return the core's plan of a call and of all like it; None: Python must run them."""
         _follow_changes()
@@ -212,12 +212,15 @@ class CompiledPlans:
             arguments["root"] = root
         if name not in ("barrier", "broadcast"):
             arguments["out"] = result
-        if name in schedules.REDUCING:
+        reduces = name in schedules.REDUCING or name == "reduce_scatterv"
+        if reduces:
             arguments["op"] = OPS[op]
+        if counts is not None:
+            arguments["counts"] = counts
         plan = getattr(calls, name)(**arguments)
         if plan.route is not Route.MESSAGES:
             return None
-        if name not in schedules.REDUCING and core_runs.may_be_offered():
+        if not reduces and core_runs.may_be_offered():
             return None
         if name in ("broadcast", "scatter"):
             if algorithm == SHARED_MEMORY:
@@ -228,7 +231,7 @@ class CompiledPlans:
         bound: Bound | None = plan.bind()
         if bound is None:
             return None
-        binding, choice = bound.binding, bound.how[1]
+        binding = bound.binding
         if _is_on_gpu(bound):
             return None
         if name == "exscan" and group.rank == 0:
@@ -238,11 +241,10 @@ class CompiledPlans:
             places = _places(bound, _elements(x), _elements(result))
         if places is None:
             return None
-        collective, _, *roots = bound.how
+        collective, choice, *roots = bound.how
         steps = core_runs.steps_of(group.schedule(collective, choice.name, *roots))
         reduction = core_runs.reduction_of(binding)
-        text = plan.text.encode()
-        how = steps, places, text, reduction, choice.segments, bound.granule
+        how = steps, places, plan.text.encode(), reduction, choice.segments, bound.granule
         return CompiledPlan(group.size, len(places), *how)
 
     def _of_blocks(self, name: str, text: bytes, root: int) -> CompiledPlan:
@@ -293,8 +295,8 @@ class CompiledPlans:
             came = rooted.of_block(group, block, algorithm)
         else:
             came = rooted.of_block(group, value, algorithm)
-        target = conversion.wrap(result)
-        return self._by_announcement(name, text, root, came, value if is_root else None, target)
+        source, target = value if is_root else None, conversion.wrap(result)
+        return self._by_announcement(name, text, root, came, source, target)
 
     def _of_objects(self, name: str, text: bytes, root: int) -> CompiledPlan | None:
         """Return the root's plan of short objects, which stand in their announcement."""
@@ -338,10 +340,8 @@ class CompiledPlans:
         shape = target.array.shape if target is not None else None
         dtype = target.dtype.code if target is not None else 0
         inline = came.nbytes if came.inline is not None else -1
-        said: tuple[Any, ...]
-        said = self._announcing(root), source is not None, head, inline, self._most(head)
-        steps = core_runs.steps_of(group.schedule(name, choice.name, root))
-        said = *said, dtype, shape
+        most, steps = self._most(head), core_runs.steps_of(group.schedule(name, choice.name, root))
+        said = self._announcing(root), source is not None, head, inline, most, dtype, shape
         how = steps, places, text, core_runs.NO_REDUCTION, choice.segments, 1, said
         return CompiledPlan(group.size, len(places), *how)
 

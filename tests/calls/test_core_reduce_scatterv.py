@@ -1,5 +1,7 @@
-"""reduce_scatterv of NumPy arrays in shared memory: in the core, but for a call or so that comes
-while a thread of Python's answers the launcher, as it is asked of a rank that has waited long.
+"""reduce_scatterv of arrays in the core, in shared memory and by messages.
+
+In shared memory a call or so may go through Python: one that comes while a thread of Python's
+answers the launcher, as it is asked of a rank that has waited long.
 
 Ranks whose call goes through Python say the same, so any rank may go either way.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from core_counting import COUNTING
 from pool_scripts import Scripts
 from script_jobs import Jobs, all_well
 from tiers import few
@@ -153,7 +156,86 @@ ok()
     scripts(size, WATCHED + text)
 
 
-def test_any_rank_may_go_through_python(scripts: Scripts) -> None:
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("size", few([3], [2, 4]))
+def test_any_algorithm_dtype_and_count_by_messages(
+    scripts: Scripts, size: int, transport: str
+) -> None:
+    text = f"""{NUMPY}
+named = [None, *pycoll.algorithms("reduce_scatter")[1:]]
+turn = 0
+for scale in (1, 300, 30_000):
+    for counts in ([1] * size, [0] * (size - 1) + [3], [2] + [0] * (size - 1), [*range(size)],
+                   [0] * size, [7, *[1] * (size - 1)]):
+        counts = [count * scale for count in counts]
+        for dtype, op in (("f8", "sum"), ("f2", "max"), ("f2", "avg"), ("i4", "avg"), ("g", "sum")):
+            turn += 1
+            algorithm, rest = named[turn % len(named)], [(), (3,), (0,), (1, 2)][turn % 4]
+            all_x = [values(peer, (sum(counts), *rest), dtype) for peer in range(size)]
+            x, begin, mine = all_x[rank].copy(), comm.ireduce_scatterv, all_x[rank][rows_of(counts)]
+            try:
+                got = begin(x, counts, op, algorithm=algorithm).wait()
+            except TypeError as error:
+                assert dtype == "g" or (op, dtype) == ("avg", "i4"), error
+                continue
+            same(got, want := wanted(all_x, counts, op))
+            out = np.empty_like(want)
+            assert begin(x, tuple(counts), op, out).wait() is out
+            same(out, want)
+            assert begin(x, counts=np.array(counts), op=op, algorithm=algorithm).wait() is not out
+            got = comm.reduce_scatterv(x, counts, op, algorithm=algorithm or "linear", timeout=60)
+            same(got, want)
+            same(x, all_x[rank])
+            mine = x[rows_of(counts)]
+            assert begin(x, counts, op, mine).wait() is mine
+            same(mine, want)
+assert turn > 60
+ok()
+"""
+    scripts(size, text, transport)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_by_messages_no_python_runs_and_counts_are_told_apart(
+    scripts: Scripts, transport: str
+) -> None:
+    text = (
+        COUNTING
+        + """
+import array
+ALLOWED = set()
+x, out, buffer = np.arange(8.0) + rank, np.empty(3), array.array("d", range(8))
+total = np.arange(8.0) * 2 + 1
+again = comm.persistent.reduce_scatterv(x, [2, 6])
+
+def step():
+    for first in (3, 0, 8, 5):
+        counts = [first, 8 - first]
+        mine = slice(0, first) if rank == 0 else slice(first, 8)
+        assert comm.ireduce_scatterv(x, counts).wait().tolist() == total[mine].tolist()
+        got = comm.reduce_scatterv(x, counts, algorithm="pairwise", timeout=None)
+        assert got.tolist() == total[mine].tolist()
+        assert comm.ireduce_scatterv(x.reshape(8, 1), counts).wait().shape == (counts[rank], 1)
+    most = comm.ireduce_scatterv(x, [3, 5], "max", algorithm="ring").wait()
+    assert most.tolist() == (np.arange(8.0) + 1)[slice(0, 3) if rank == 0 else slice(3, 8)].tolist()
+    if rank == 0:
+        assert comm.ireduce_scatterv(x, (3, 5), out=out).wait() is out
+    else:
+        comm.ireduce_scatterv(x, (3, 5)).wait()
+    mine = slice(0, 2) if rank == 0 else slice(2, 8)
+    assert again.start().wait().tolist() == total[mine].tolist()
+    got = comm.ireduce_scatterv(buffer, [2, 6]).wait()
+    assert type(got) is array.array and got.tolist() == [v * 2.0 for v in range(8)[mine]]
+
+goes_without_python(step)
+ok()
+"""
+    )
+    scripts(2, text, transport)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_any_rank_may_go_through_python(scripts: Scripts, transport: str) -> None:
     text = f"""{NUMPY}
 for turn in range(40):
     counts = [(turn * peer + 1) % 4 * (1 if turn % 2 else 5000) for peer in range(size)]
@@ -164,13 +246,14 @@ for turn in range(40):
     op = pycoll.MAX if how == 1 and hasattr(pycoll, "MAX") else "max"
     out = np.empty((counts[rank], 4), "i4")[:, ::2] if how == 2 else None
     given = np.array(counts) if how == 3 else counts
-    got = comm.reduce_scatterv(x, given, op, out, timeout=60.0 if turn % 2 else None)
-    assert out is None or got is out
-    same(np.ascontiguousarray(got), wanted(all_x, counts, "max"))
+    for call in (comm.reduce_scatterv, lambda *args, **_: comm.ireduce_scatterv(*args).wait()):
+        got = call(x, given, op, out, timeout=60.0 if turn % 2 else None)
+        assert out is None or got is out
+        same(np.ascontiguousarray(got), wanted(all_x, counts, "max"))
 assert left
 ok()
 """
-    scripts(3, WATCHED + text)
+    scripts(3, WATCHED + text, transport)
 
 
 def test_operators_that_the_core_has_not_go_through_python(scripts: Scripts) -> None:
@@ -254,9 +337,11 @@ ok()
         ("reduce_scatterv(np.ones(80_000), [80_000, 0])", "reduce_scatterv(x, [2, 2])", "80000, 0"),
     ],
 )
-@pytest.mark.parametrize("way", ["core", "python"])
+@pytest.mark.parametrize(
+    ("way", "transport"), [("core", "shm"), ("python", "shm"), ("core", "tcp")]
+)
 def test_other_calls_of_other_ranks_are_a_mismatch(
-    scripts: Scripts, mine: str, theirs: str, told: str, way: str
+    scripts: Scripts, mine: str, theirs: str, told: str, way: str, transport: str
 ) -> None:
     if way == "python":  # whose ints are NumPy's
         mine = re.sub(r"(\[[\d_, ]+\])\)$", r"np.array(\1))", mine)
@@ -275,7 +360,7 @@ except pycoll.PeerFailed as error:
     assert "Mismatch" in str(error), error
     ok()
 """
-    scripts(2, text)
+    scripts(2, text, transport)
 
 
 def test_counts_that_change_while_the_call_waits_are_those_of_its_begin(scripts: Scripts) -> None:

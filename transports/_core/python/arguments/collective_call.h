@@ -87,7 +87,7 @@ static inline bool out_fits(int size, int rank, int kind, const struct pc_array 
 /* What a call takes: an array, or a number to be reduced. */
 static inline int value_of(int kind, int op, PyObject *x, struct pc_array *value) {
     bool is_in_all_reduce = kind == PC_ALL_REDUCE || kind == PC_REDUCE;
-    return pc_reduces(kind) && kind != PC_REDUCE_SCATTER
+    return pc_reduces(kind) && kind != PC_REDUCE_SCATTER && kind != PC_REDUCE_SCATTERV
                ? pc_operand_of(x, is_in_all_reduce ? op : -1, value)
                : pc_memory_of(x, value);
 }
@@ -126,6 +126,50 @@ static inline PyObject *result_for(int size, int rank, int kind, PyObject **valu
     }
     int change = shape_change(kind);
     return pc_memory_new(x, values[X], change > 0 ? size : change, to);
+}
+
+/* Read the counts of a reduce_scatterv: rows before each rank's, and all rows. Whether they are a
+   list or tuple of ints which add up to `num_rows`. */
+static inline bool read_counts(PyObject *counts, int size, size_t num_rows, size_t *begins) {
+    bool is_list = PyList_CheckExact(counts);
+    if (!is_list && !PyTuple_CheckExact(counts))
+        return false;
+    if ((is_list ? PyList_Size(counts) : PyTuple_Size(counts)) != size)
+        return false;
+    begins[0] = 0;
+    for (int rank = 0; rank < size; rank++) {
+        PyObject *item = is_list ? PyList_GetItem(counts, rank) : PyTuple_GetItem(counts, rank);
+        int overflow;
+        long long count =
+            PyLong_CheckExact(item) ? PyLong_AsLongLongAndOverflow(item, &overflow) : -1;
+        if (count < 0 || (unsigned long long)count > num_rows - begins[rank])
+            return false;
+        begins[rank + 1] = begins[rank] + (size_t)count;
+    }
+    return begins[size] == num_rows;
+}
+
+/* The result of a reduce_scatterv, as of `result_for`. */
+static inline PyObject *rows_for(int rank, PyObject **values, const struct pc_array *x,
+                                 const size_t *begins, struct pc_array *to) {
+    intptr_t dims[PC_DESCRIBED_DIMS];
+    size_t row_nbytes = x->dims[0] > 0 ? x->nbytes / (size_t)x->dims[0] : 0;
+    if (x->ndim > PC_DESCRIBED_DIMS)
+        return NULL;
+    memcpy(dims, x->dims, (size_t)x->ndim * sizeof *dims);
+    dims[0] = (intptr_t)(begins[rank + 1] - begins[rank]);
+    if (is_none(values[OUT]))
+        return pc_memory_empty(x->library, x->format, x->dtype, x->ndim, dims, to);
+    if (!pc_target_of(values[OUT], to))
+        return NULL;
+    const char *a = x->data, *b = to->data, *mine = a + begins[rank] * row_nbytes;
+    if (to->writeable && to->dtype == x->dtype && to->ndim == x->ndim &&
+        dims_equal(x->ndim, to->dims, dims) &&
+        (a + x->nbytes <= b || b + to->nbytes <= a || b == mine) &&
+        pc_tell_written(to, values[OUT]) == 0)
+        return Py_NewRef(values[OUT]);
+    pc_memory_release(to);
+    return NULL;
 }
 
 #endif

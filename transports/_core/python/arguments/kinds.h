@@ -17,7 +17,7 @@ enum {
 
 static inline bool pc_reduces(int kind) {
     return kind == PC_REDUCE || kind == PC_ALL_REDUCE || kind == PC_REDUCE_SCATTER ||
-           kind == PC_SCAN || kind == PC_EXSCAN;
+           kind == PC_REDUCE_SCATTERV || kind == PC_SCAN || kind == PC_EXSCAN;
 }
 
 /* Of blocks that differ in shape. */

@@ -18,6 +18,7 @@ struct plan_key {
     const struct pc_library *library;
     int format, kind, blocking, op, dtype, root, ndim; /* -1 dimensions: no array was passed */
     intptr_t dims[PC_PLAN_DIMS];
+    size_t *begins; /* of a reduce_scatterv, as of `read_counts`; a kept key owns them. The last */
 };
 
 struct pc_plan_entry {
@@ -29,7 +30,19 @@ static void forget_plans(pc_collectives *self) {
     for (int index = 0; self->plans != NULL && index < PLANS; index++) {
         Py_CLEAR(self->plans[index].plan);
         Py_CLEAR(self->plans[index].key.algorithm);
+        free(self->plans[index].key.begins);
+        self->plans[index].key.begins = NULL;
     }
+}
+
+static size_t nbytes_of_begins(const pc_collectives *self) {
+    return ((size_t)self->size + 1) * sizeof(size_t);
+}
+
+static bool are_alike(const pc_collectives *self, const struct plan_key *a,
+                      const struct plan_key *b) {
+    return memcmp(a, b, offsetof(struct plan_key, begins)) == 0 &&
+           (a->begins == NULL || memcmp(a->begins, b->begins, nbytes_of_begins(self)) == 0);
 }
 
 /* The place of a plan; if there is none, one that may be given to it. */
@@ -44,18 +57,27 @@ static struct pc_plan_entry *find_plan(pc_collectives *self, const struct plan_k
     hash = pc_hash(hash, (uint64_t)(uintptr_t)key->algorithm ^ (uint64_t)(uintptr_t)key->library);
     for (int axis = 0; axis < key->ndim; axis++)
         hash = pc_hash(hash, (uint64_t)key->dims[axis]);
+    if (key->begins != NULL)
+        hash = pc_hash_dims(hash, self->size, (const intptr_t *)key->begins + 1);
     struct pc_plan_entry *together = &self->plans[hash % (PLANS / PLANS_TOGETHER) * PLANS_TOGETHER];
     for (int index = 0; index < PLANS_TOGETHER; index++)
-        if (together[index].plan == NULL || memcmp(&together[index].key, key, sizeof *key) == 0)
+        if (together[index].plan == NULL || are_alike(self, &together[index].key, key))
             return &together[index];
     return &together[self->num_made % PLANS_TOGETHER];
 }
 
 static void keep_plan(pc_collectives *self, const struct plan_key *key, PyObject *plan) {
     struct pc_plan_entry *entry = find_plan(self, key);
+    size_t *begins = key->begins != NULL ? malloc(nbytes_of_begins(self)) : NULL;
+    if (key->begins != NULL && begins == NULL)
+        return;
     self->num_made++;
     PyObject *before = entry->plan, *named_before = entry->key.algorithm;
+    free(entry->key.begins);
     entry->key = *key;
+    entry->key.begins = begins;
+    if (begins != NULL)
+        memcpy(begins, key->begins, nbytes_of_begins(self));
     Py_XINCREF(key->algorithm);
     entry->plan = Py_NewRef(plan);
     Py_XDECREF(before);
@@ -70,16 +92,30 @@ static bool is_plan(PyObject *object) {
     return false;
 }
 
+/* The counts of a reduce_scatterv, as they were read, as a list; NULL with an exception. */
+static PyObject *counts_of(const pc_collectives *self, const size_t *begins) {
+    PyObject *counts = PyList_New(self->size);
+    for (int rank = 0; counts != NULL && rank < self->size; rank++) {
+        PyObject *count = PyLong_FromSize_t(begins[rank + 1] - begins[rank]);
+        if (count == NULL || PyList_SetItem(counts, rank, count) < 0)
+            Py_CLEAR(counts);
+    }
+    return counts;
+}
+
 /* The plan of a call (new reference); None: Python must run it; NULL with an exception. */
 static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObject **values,
                          PyObject *result) {
     struct pc_plan_entry *entry = find_plan(self, key);
-    if (PC_LIKELY(entry->plan != NULL && memcmp(&entry->key, key, sizeof *key) == 0))
+    if (PC_LIKELY(entry->plan != NULL && are_alike(self, &entry->key, key)))
         return Py_NewRef(entry->plan);
     PyObject *x = values[X] != NULL ? values[X] : Py_None;
     PyObject *algorithm = key->algorithm != NULL ? key->algorithm : Py_None;
-    PyObject *plan = PyObject_CallFunction(self->planner, "iiOiiOO", key->kind, key->blocking, x,
-                                           key->op, key->root, result, algorithm);
+    PyObject *counts = key->begins != NULL ? counts_of(self, key->begins) : Py_NewRef(Py_None);
+    if (counts == NULL)
+        return NULL;
+    PyObject *plan = PyObject_CallFunction(self->planner, "iiOiiOON", key->kind, key->blocking, x,
+                                           key->op, key->root, result, algorithm, counts);
     if (plan == NULL)
         return NULL;
     if (plan != Py_None && !is_plan(plan)) {
@@ -195,7 +231,8 @@ static struct pc_running *begin_announced(pc_collectives *self, struct plan_key 
     return started;
 }
 
-/* The value of a call that is not announced, or its root's. False: leave it to Python. */
+/* The value of a call that is not announced, or its root's; of a reduce_scatterv its counts, too.
+   False: leave it to Python. */
 static bool find_value(pc_collectives *self, struct plan_key *key, PyObject **values,
                        struct pc_array *x) {
     int kind = key->kind;
@@ -204,7 +241,10 @@ static bool find_value(pc_collectives *self, struct plan_key *key, PyObject **va
     if (values[X] == NULL || !value_of(kind, key->op, values[X], x))
         return false;
     if (x->ndim > PC_PLAN_DIMS || (reduces && pc_reduce_find(key->op, x->dtype) == NULL) ||
-        (splits && (x->ndim == 0 || x->dims[0] != self->size))) {
+        (splits && (x->ndim == 0 || x->dims[0] != self->size)) ||
+        (kind == PC_REDUCE_SCATTERV &&
+         (x->ndim == 0 || values[COUNTS] == NULL ||
+          !read_counts(values[COUNTS], self->size, (size_t)x->dims[0], key->begins)))) {
         pc_memory_release(x);
         return false;
     }
@@ -275,8 +315,10 @@ static struct pc_running *begin(pc_collectives *self, int kind, bool is_blocking
                                 PyObject *algorithm, PyObject **values) {
     struct plan_key key;
     struct pc_array x = {0}, out = {0};
+    size_t begins[kind == PC_REDUCE_SCATTERV ? self->size + 1 : 1];
     memset(&key, 0, sizeof key);
     key.kind = kind;
+    key.begins = kind == PC_REDUCE_SCATTERV ? begins : NULL;
     key.blocking = is_blocking;
     key.algorithm = algorithm;
     if (kind != PC_BARRIER) {
@@ -290,9 +332,10 @@ static struct pc_running *begin(pc_collectives *self, int kind, bool is_blocking
             return pc_is_uneven(kind) || pc_takes_objects(kind) ? begin_blocks(self, &key, values)
                                                                 : NULL;
     }
-    PyObject *result = kind == PC_BROADCAST ? Py_NewRef(values[X])
-                                            : result_for(self->size, self->rank, kind, values, &x,
-                                                         key.root, &out);
+    PyObject *result =
+        kind == PC_BROADCAST ? Py_NewRef(values[X])
+        : key.begins != NULL ? rows_for(self->rank, values, &x, begins, &out)
+                             : result_for(self->size, self->rank, kind, values, &x, key.root, &out);
     struct pc_running *started = NULL;
     if (result != NULL) {
         /* numbers go by one plan, wherever the result goes */
@@ -354,8 +397,7 @@ static inline PyObject *collective(pc_collectives *self, const char *name, int k
             result = pc_shared_run(comm, kind, values);
             goes_on = comm->heard;
         }
-        if (PC_UNLIKELY(result == NULL) && !PyErr_Occurred() && !goes_on &&
-            kind != PC_REDUCE_SCATTERV)
+        if (PC_UNLIKELY(result == NULL) && !PyErr_Occurred() && !goes_on)
             result = by_messages(self, kind, is_blocking, values);
         if (PC_LIKELY(result != NULL) || PyErr_Occurred())
             return result;
@@ -434,17 +476,15 @@ static void collectives_dealloc(pc_collectives *self) {
     pc_free(self);
 }
 
-#define WAITED(name, kind)                                                                       \
-    static PC_HOT PyObject *run_##name(pc_collectives *self, PyObject *const *args,              \
-                                       Py_ssize_t count, PyObject *keywords) {                   \
-        return collective(self, #name, kind, true, args, count, keywords);                       \
-    }
 #define COLLECTIVE(name, kind)                                                                   \
     static PyObject *start_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count, \
                                   PyObject *keywords) {                                          \
         return collective(self, "i" #name, kind, false, args, count, keywords);                  \
     }                                                                                            \
-    WAITED(name, kind)
+    static PC_HOT PyObject *run_##name(pc_collectives *self, PyObject *const *args,              \
+                                       Py_ssize_t count, PyObject *keywords) {                   \
+        return collective(self, #name, kind, true, args, count, keywords);                       \
+    }
 COLLECTIVE(barrier, PC_BARRIER)
 COLLECTIVE(broadcast, PC_BROADCAST)
 COLLECTIVE(scatter, PC_SCATTER)
@@ -453,10 +493,10 @@ COLLECTIVE(all_reduce, PC_ALL_REDUCE)
 COLLECTIVE(gather, PC_GATHER)
 COLLECTIVE(all_gather, PC_ALL_GATHER)
 COLLECTIVE(reduce_scatter, PC_REDUCE_SCATTER)
+COLLECTIVE(reduce_scatterv, PC_REDUCE_SCATTERV)
 COLLECTIVE(all_to_all, PC_ALL_TO_ALL)
 COLLECTIVE(scan, PC_SCAN)
 COLLECTIVE(exscan, PC_EXSCAN)
-WAITED(reduce_scatterv, PC_REDUCE_SCATTERV)
 COLLECTIVE(gatherv, PC_GATHERV)
 COLLECTIVE(all_gatherv, PC_ALL_GATHERV)
 COLLECTIVE(scatterv, PC_SCATTERV)
@@ -483,6 +523,7 @@ static PyMethodDef collectives_methods[] = {
     METHODS(gather, "x, root=0, out=None, "),
     METHODS(all_gather, "x, out=None, "),
     METHODS(reduce_scatter, "x, op='sum', out=None, "),
+    METHODS(reduce_scatterv, "x, counts, op='sum', out=None, "),
     METHODS(all_to_all, "x, out=None, "),
     METHODS(scan, "x, op='sum', out=None, "),
     METHODS(exscan, "x, op='sum', out=None, "),
@@ -490,8 +531,6 @@ static PyMethodDef collectives_methods[] = {
     METHODS_OF_BLOCKS(all_gatherv, "x, out=None"),
     METHODS_OF_BLOCKS(scatterv, "xs, root=0, out=None"),
     METHODS_OF_BLOCKS(all_to_allv, "xs, out=None"),
-    BLOCKING(reduce_scatterv, run_reduce_scatterv,
-             "x, counts, op='sum', out=None, *, algorithm=None, "),
     {NULL, NULL, 0, NULL},
 };
 
@@ -505,7 +544,7 @@ static PyType_Slot collectives_slots[] = {
                 "comm, allowed)\n\n"
                 "The collectives of one communicator in the core. `type` is a "
                 "subclass of `Collective`; `planner(kind, blocking, x, op, root, result, "
-                "algorithm)` returns a `Plan`, or None if Python must run such calls; "
+                "algorithm, counts)` returns a `Plan`, or None if Python must run such calls; "
                 "`finish(collective, seconds)` waits for one that takes long; "
                 "`unpack(memory)` makes the array of a block that has come; `slow(name)` returns"
                 "  the Python method to which goes what is not done here. In shared memory, "

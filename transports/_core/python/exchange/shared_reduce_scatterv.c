@@ -5,27 +5,6 @@
 #include "python/arguments/collective_call.h"
 #include "comm.h"
 
-/* Read rows before each block, and all rows; whether that is a list or tuple of ints which add up
-   to `num_rows`. */
-static bool read_counts(PyObject *counts, int size, size_t num_rows, size_t *begins) {
-    bool is_list = PyList_CheckExact(counts);
-    if (!is_list && !PyTuple_CheckExact(counts))
-        return false;
-    if ((is_list ? PyList_Size(counts) : PyTuple_Size(counts)) != size)
-        return false;
-    begins[0] = 0;
-    for (int rank = 0; rank < size; rank++) {
-        PyObject *item = is_list ? PyList_GetItem(counts, rank) : PyTuple_GetItem(counts, rank);
-        int overflow;
-        long long count =
-            PyLong_CheckExact(item) ? PyLong_AsLongLongAndOverflow(item, &overflow) : -1;
-        if (count < 0 || (unsigned long long)count > num_rows - begins[rank])
-            return false;
-        begins[rank + 1] = begins[rank] + (size_t)count;
-    }
-    return begins[size] == num_rows;
-}
-
 /* Say what is reduced where, after `op` and `dtype`. */
 static void set_rows(pc_collective *call, const size_t *begins, size_t row_nbytes, int ndim,
                      const intptr_t *dims) {
@@ -42,34 +21,18 @@ static void set_rows(pc_collective *call, const size_t *begins, size_t row_nbyte
 
 /* --- NumPy arrays ----------------------------------------------------------------------------- */
 
-/* Whether `out` may be the result, of which the place in x is `rows`. */
-static bool rows_fit(const struct pc_array *out, const struct pc_array *x, const intptr_t *dims,
-                     const char *rows) {
-    const char *a = x->data, *b = out->data;
-    return out->writeable && out->dtype == x->dtype && out->ndim == x->ndim &&
-           dims_equal(x->ndim, out->dims, dims) &&
-           (a + x->nbytes <= b || b + out->nbytes <= a || b == rows);
-}
-
 /* NULL, perhaps with an exception: leave it to Python. */
 static PyObject *run_rows(pc_comm *comm, PyObject **values, const struct pc_array *x, int op,
                           const size_t *begins) {
-    size_t row_nbytes = x->dims[0] > 0 ? x->nbytes / (size_t)x->dims[0] : 0,
-           begin = begins[comm->rank];
-    intptr_t dims[PC_MAX_DIMS];
+    size_t row_nbytes = x->dims[0] > 0 ? x->nbytes / (size_t)x->dims[0] : 0;
     struct pc_array out;
-    memcpy(dims, x->dims, (size_t)x->ndim * sizeof *dims);
-    dims[0] = (intptr_t)(begins[comm->rank + 1] - begin);
-    PyObject *out_object = values[OUT];
-    PyObject *result =
-        is_none(out_object) ? pc_array_empty(x->dtype, x->ndim, dims) : Py_NewRef(out_object);
     pc_collective call;
-    if (result == NULL || !pc_array_view(result, &out) ||
-        !rows_fit(&out, x, dims, (const char *)x->data + begin * row_nbytes) ||
-        pc_user_call_begin(&call, comm, PC_REDUCE_SCATTER, 0, values[TIMEOUT]) < 0) {
-        if (result != NULL)
-            PyErr_Clear(); /* Python says what is wrong */
-        Py_XDECREF(result);
+    PyObject *result = rows_for(comm->rank, values, x, begins, &out);
+    if (result == NULL)
+        return NULL;
+    if (pc_user_call_begin(&call, comm, PC_REDUCE_SCATTER, 0, values[TIMEOUT]) < 0) {
+        pc_memory_release(&out);
+        Py_DECREF(result);
         return NULL;
     }
     call.op = op;
@@ -79,12 +42,14 @@ static PyObject *run_rows(pc_comm *comm, PyObject **values, const struct pc_arra
     call.x_object = values[X];
     call.op_object = values[OP];
     set_rows(&call, begins, row_nbytes, x->ndim, x->dims);
-    return pc_call_end(&call, pc_exchange_run(&call), result);
+    result = pc_call_end(&call, pc_exchange_run(&call), result);
+    pc_memory_release(&out);
+    return result;
 }
 
 PyObject *pc_shared_reduce_scatterv(pc_comm *comm, PyObject **values) {
     size_t begins[comm->size + 1];
-    struct pc_array x;
+    struct pc_array x = {0};
     int op = find_op(values[OP]);
     if (values[X] == NULL || values[COUNTS] == NULL || op < 0 || !pc_array_view(values[X], &x) ||
         pc_reduce_find(op, x.dtype) == NULL || x.ndim == 0 || x.ndim > PC_MAX_DIMS ||
