@@ -70,7 +70,12 @@ BY_PATH = {
 # 4 s after a failure, and a killed process needs a moment on a busy machine.
 GRACE_S = 6.0 * PATIENCE
 
-# Else each interpreter that imports NumPy, and thousands do, starts threads on all cores.
+# Else each of the interpreters that tests start, and these are thousands, compiles the pycoll of a
+# checkout, and each process of pytest-xdist rewrites all asserts for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Else each that imports NumPy starts threads on all cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # pytest-timeout's limit for one test: it ends one that hangs, with every thread's stack.
