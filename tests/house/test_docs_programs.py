@@ -1,4 +1,4 @@
-"""The programs in pages of docs/ run, and print what the pages show."""
+"""The programs in pages of docs/ run, and print what the pages show: in the tier `docs`."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ def commands(page: str) -> list[Any]:
     found = []
     for text in [text for language, text in blocks(page) if language == "console"]:
         first = text.split("\n", 1)[0]
-        marks = [] if page == "index.md" else [exhaustive]  # by the tier `docs`
-        marks = [pytest.mark.engines] if first.split()[-1] in NEEDS else marks
+        marks = pytest.mark.engines if first.split()[-1] in NEEDS else exhaustive
         found.append(pytest.param(text, page, id=first, marks=marks))
     return found
 
@@ -107,6 +106,7 @@ def test_a_page_prints_what_it_shows(shown: str, page: str, tour: Path) -> None:
         assert sorted(done.stdout.splitlines()) == sorted(lines)
 
 
+@exhaustive
 def test_collectives_do_what_their_page_shows(tmp_path: Path) -> None:
     """All blocks are one program of four ranks; what each of them prints stands below its block."""
     program, shown = "", []
@@ -145,6 +145,7 @@ def test_what_the_tables_of_other_libraries_name_exists() -> None:
     assert not missing
 
 
+@exhaustive
 def test_the_pictures_show_what_the_collectives_do() -> None:
     command = [sys.executable, str(DOCS / "draw_collectives.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -1,4 +1,7 @@
-"""The programs a newcomer runs first do what they say: the examples, and the README's."""
+"""The programs a newcomer runs first do what they say: the examples, and the README's.
+
+`.ci/run` runs some of the examples whenever it runs, too.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pathlib import Path
 import pytest
 from example_runs import EXAMPLES, PYCOLL_RUN, needs_example_packages, run, run_example
 from patience import PATIENCE
-from tiers import few
+from tiers import exhaustive, few
 
 from pycoll._support.environment import usable_cores
 
@@ -26,6 +29,7 @@ needs_jax = pytest.mark.skipif(
 )
 
 
+@exhaustive
 @pytest.mark.parametrize("size", few([3], [1]))
 def test_hello_is_said_by_every_rank_and_summed_by_rank_0(size: int, tmp_path: Path) -> None:
     lines = run_example("hello.py", size, tmp_path).splitlines()
@@ -44,6 +48,7 @@ def test_pi_is_right_to_ten_digits(size: int, tmp_path: Path) -> None:
     assert "pi is about 3.1415926535" in run_example("pi.py", size, tmp_path)
 
 
+@exhaustive
 @pytest.mark.parametrize("size", few([3], [1, 6]))
 def test_objects_reach_every_rank_and_come_back(size: int, tmp_path: Path) -> None:
     lines = run_example("objects.py", size, tmp_path).splitlines()
@@ -51,6 +56,7 @@ def test_objects_reach_every_rank_and_come_back(size: int, tmp_path: Path) -> No
     assert lines[-1] == "most frequent: 'e', 16 times"
 
 
+@exhaustive
 @pytest.mark.parametrize("size", few([3], [1, 6]))
 def test_a_pool_draws_the_same_picture_with_any_number_of_ranks(size: int, tmp_path: Path) -> None:
     *picture, done_by = run_example("pool.py", size, tmp_path, "--rows", "5").splitlines()
@@ -63,6 +69,7 @@ def test_a_pool_draws_the_same_picture_with_any_number_of_ranks(size: int, tmp_p
     assert ("rank 0" in done_by) is (size == 1)
 
 
+@exhaustive
 @pytest.mark.parametrize("size", few([2], [1, 4]))
 def test_overlap_times_each_kind_of_computing(size: int, tmp_path: Path) -> None:
     small = ("--elements", "5000", "--rounds", "1")
@@ -78,6 +85,7 @@ def test_overlap_times_each_kind_of_computing(size: int, tmp_path: Path) -> None
     assert (len(lines) == 5) is (size >= usable_cores())
 
 
+@exhaustive
 @pytest.mark.parametrize("size", few([2], [1, 4]))
 def test_heat_has_the_same_bits_on_any_grid_of_ranks(size: int, tmp_path: Path) -> None:
     uneven = ("--height", "21", "--width", "34", "--steps", "40")
@@ -86,6 +94,7 @@ def test_heat_has_the_same_bits_on_any_grid_of_ranks(size: int, tmp_path: Path) 
     assert "the same bits as computed alone: True" in output
 
 
+@exhaustive
 @pytest.mark.parametrize("size", few([3], [1]))
 def test_heat_in_shared_memory_has_the_same_bits(size: int, tmp_path: Path) -> None:
     uneven = ("--height", "20", "--width", "34", "--steps", "40")
@@ -94,6 +103,7 @@ def test_heat_in_shared_memory_has_the_same_bits(size: int, tmp_path: Path) -> N
     assert "the same bits as computed alone: True" in output
 
 
+@exhaustive
 @pytest.mark.parametrize("size", few([6], [8]))
 def test_training_goes_on_when_two_ranks_are_killed(size: int, tmp_path: Path) -> None:
     command = [PYCOLL_RUN, "-n", str(size), "--survive", str(EXAMPLES / "survive.py")]
@@ -104,6 +114,7 @@ def test_training_goes_on_when_two_ranks_are_killed(size: int, tmp_path: Path) -
     assert abs(loss - without) <= 12 * noise < 0.01
 
 
+@exhaustive
 def test_a_saved_computation_goes_on_after_a_death_on_other_ranks_and_after_a_warning(
     tmp_path: Path,
 ) -> None:
@@ -146,6 +157,7 @@ def test_heat_draws_its_plate(tmp_path: Path) -> None:
     assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
 
 
+@exhaustive
 @pytest.mark.parametrize("size", few([2], [1, 4]))
 def test_asyncio_ranks_answer_while_they_wait(size: int, tmp_path: Path) -> None:
     lines = run_example("asyncio_ranks.py", size, tmp_path).splitlines()

@@ -15,7 +15,7 @@ import ranks_pool
 from patience import PATIENCE
 from pool_scripts import run
 from ranks_pool import ANSWER_S, RanksOfTests
-from tiers import few
+from tiers import exhaustive
 
 Comm = Any
 
@@ -59,7 +59,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("program", few([raise_on_one], [die_on_one, end_on_one, wait_in_a_circle]))
+@exhaustive
+@pytest.mark.parametrize("program", list(CASES))
 def test_a_test_that_fails_on_one_rank_says_so_and_where_the_others_are(program: Any) -> None:
     pool = RanksOfTests(5)
     try:
@@ -73,6 +74,7 @@ def test_a_test_that_fails_on_one_rank_says_so_and_where_the_others_are(program:
         pool.close()
 
 
+@exhaustive
 def test_a_test_that_takes_too_long_shows_where_each_rank_is(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,6 +92,7 @@ def test_a_test_that_takes_too_long_shows_where_each_rank_is(
     assert re.search(stack, capfd.readouterr().err)
 
 
+@exhaustive
 def test_after_a_test_that_failed_the_next_one_has_new_ranks() -> None:
     def fail(comm: Comm) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 1))

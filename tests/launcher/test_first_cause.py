@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from launcher_jobs import Done, run
+from tiers import smoke
 
 HIDES = '#!/bin/sh\n"$@" || true\necho processed\n'
 
@@ -94,6 +95,7 @@ raise pycoll.PeerFailed(0, "", text)
     assert report[-2].strip() == f"pycoll.errors.PeerFailed: {first}"
 
 
+@smoke
 def test_a_communicator_without_the_rank_that_was_killed_hears_of_it_all_the_same(job: Any) -> None:
     done = job(
         3,

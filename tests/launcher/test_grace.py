@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from launcher_jobs import run
+from tiers import smoke
 
 import pycoll
 from pycoll._launcher.signal_plan import SignalPlan
@@ -28,6 +29,7 @@ def times(plan: SignalPlan, until: float = 100.0) -> dict[int, float]:
     return first
 
 
+@smoke
 def test_what_ranks_are_sent_and_when() -> None:
     plan = SignalPlan(7.0)
     plan.fail(0.0)

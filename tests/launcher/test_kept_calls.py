@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launcher_jobs import LIMIT_S, run, started
+from tiers import smoke
 
 from pycoll._dtypes import TABLE
 from pycoll._launcher.kept_calls import DTYPES, KeptCall, RankCalls, first_difference
@@ -79,6 +80,7 @@ def test_the_last_calls_of_a_rank_that_was_killed_are_written_beside_those_of_th
     assert of_killed[-2].startswith(f"{number - 2}  all_reduce, 80 bytes of float64, op=sum")
 
 
+@smoke
 def test_calls_by_messages_are_written_with_their_lines_and_whether_they_have_ended(
     tmp_path: Path,
 ) -> None:

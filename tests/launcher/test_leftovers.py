@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from launcher_jobs import assert_ended
 from patience import PATIENCE
+from tiers import smoke
 
 from pycoll._launcher import guardian
 
@@ -125,6 +126,7 @@ def test_killing_the_launcher_ends_ranks_and_their_children(
     assert_ended(pids)
 
 
+@smoke
 def test_killing_the_launcher_ends_daemons(
     start: Callable[..., Started], daemonize: str, tmp_path: Path
 ) -> None:
@@ -219,6 +221,7 @@ Job(["sh", "-c", "echo $$; exec sleep 1000"], Options(1), stdout=fork).run()
 # At the end of a job.
 
 
+@smoke
 def test_the_end_of_a_job_ends_children_and_daemons(
     start: Callable[..., Started], daemonize: str, tmp_path: Path
 ) -> None:

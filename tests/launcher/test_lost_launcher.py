@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import few
+from tiers import few, smoke
 
 from pycoll._launcher import guardian
 
@@ -24,6 +24,7 @@ def guardian_of(launcher: int) -> int:
     return found
 
 
+@smoke
 @pytest.mark.parametrize("transport", few(["shm", "tcp"], ["zmq"]))
 def test_communicators_made_after_launcher_and_guardian_were_killed_fail_too(
     job: Any, tmp_path: Path, transport: str

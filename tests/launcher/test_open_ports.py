@@ -20,6 +20,7 @@ import pytest
 from launcher_jobs import started
 from node_jobs import LIMIT_S, until_listening
 from port_strangers import SILENT, Recorder, Strangers
+from tiers import smoke
 
 from pycoll._launcher import reach
 from pycoll._launcher.reach import Doorman, HostAddresses, reach_all
@@ -129,6 +130,7 @@ def doorman() -> Any:
     one.close()
 
 
+@smoke
 def test_a_host_is_found_among_strangers(doorman: Doorman) -> None:
     with Strangers(doorman.port) as strangers:
         strangers.come()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launcher_jobs import LIMIT_S
 from launcher_jobs import run as run_here
-from tiers import few
+from tiers import few, smoke
 
 from pycoll._launcher.calls_report import difference, lines
 from pycoll._launcher.kept_calls import HostCalls, merged
@@ -212,6 +212,7 @@ comm.barrier()
 """
 
 
+@smoke
 def test_garbage_that_a_rank_has_written_to_its_memory_does_no_harm_to_the_launcher(
     tmp_path: Path,
 ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launcher_jobs import run as run_words
 from launcher_jobs import shell
-from tiers import few
+from tiers import few, smoke
 
 from pycoll._launcher.cli import main
 from pycoll._launcher.job_spec import Options
@@ -25,6 +25,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 FAILED = r"pycoll-run: restart {} of {}: rank {} failed after [0-9.]+ s: {}\n"
 
 
+@smoke
 def test_a_job_begins_again_until_it_ends_well(tmp_path: Path) -> None:
     text = """
 echo $PYCOLL_ATTEMPT $PYCOLL_KEY

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launcher_jobs import run as run_words
+from tiers import smoke
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -96,6 +97,7 @@ print(os.getpid(), done.stderr.splitlines()[-1])
     assert f"process {pid}" in text
 
 
+@smoke
 def test_a_key_that_is_wrong_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "5ec2e7" * 10
     place = {"PYCOLL_RANK": "0", "PYCOLL_SIZE": "2", "PYCOLL_RENDEZVOUS": "tcp://127.0.0.1:9"}

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from launcher_jobs import started
 from patience import PATIENCE
+from tiers import smoke
 
 from pycoll._tools import jobs
 from pycoll.errors import Error
@@ -188,6 +189,7 @@ def test_a_rank_that_has_not_joined_is_shown_too(job: Start) -> None:
     assert found["ranks"][0]["threads"] is None
 
 
+@smoke
 def test_ranks_in_init_wait_for_those_that_have_not_called_it(job: Start) -> None:
     late = "import os, time\nif os.environ['PYCOLL_RANK'] == '1':\n    time.sleep(1000)\n"
     process = job(3, f"{late}import pycoll\npycoll.init()\n")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from script_jobs import Done
-from tiers import exhaustive, few
+from tiers import exhaustive, few, smoke
 
 WAYS = {
     "shm": (),
@@ -173,6 +173,7 @@ def test_ranks_that_die_in_the_middle_of_large_calls(job: Any, way: str, seed: i
     assert (done.status, len(done.content)) == (0, 2), done.stderr
 
 
+@smoke
 def test_where_nobody_shrinks_the_status_is_that_of_the_lost_rank(job: Any) -> None:
     done = job(
         4,
@@ -215,6 +216,7 @@ ok()
     assert "rank 2 failed after" in done.stderr.splitlines()[-2]
 
 
+@smoke
 def test_abort_ends_a_job_that_goes_on(job: Any) -> None:
     done = job(
         3,

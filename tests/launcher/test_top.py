@@ -19,6 +19,7 @@ import pytest
 from launcher_jobs import run as run_job
 from launcher_jobs import started
 from patience import PATIENCE
+from tiers import smoke
 
 from pycoll._launcher.awaited import Awaited
 from pycoll._launcher.host_memory import Tally
@@ -120,6 +121,7 @@ def tallies(process: int) -> list[dict[str, Any]]:
     return ranks
 
 
+@smoke
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_calls_messages_and_bytes_are_counted_as_they_are(job: Start, transport: str) -> None:
     process = job(2, COUNTED, transport)

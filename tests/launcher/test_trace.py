@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_jobs import LIMIT_S, RUN
+from tiers import smoke
 from trace_files import TraceFile
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -112,6 +113,7 @@ except ValueError:
 """
 
 
+@smoke
 def test_arrows_lead_from_each_message_to_who_got_it(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "t.json.gz"
     done = run("-n", "2", "--emulate-hosts", "2", "--trace", str(file), script=MESSAGES)

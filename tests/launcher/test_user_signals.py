@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_jobs import shell
+from tiers import smoke
 
 import pycoll
 
@@ -57,6 +58,7 @@ def test_they_reach_the_ranks_of_all_hosts_and_nothing_else(run: Run, tmp_path: 
     assert sorted(done.stdout.split()) == ["0", "1", "1"]
 
 
+@smoke
 def test_a_rank_without_a_handler_ends_and_is_told_why() -> None:
     done = shell(2, "[ $PYCOLL_RANK = 0 ] && kill -USR1 $PPID; while :; do sleep 0.01; done")
     assert done.returncode == 128 + signal.SIGUSR1

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from tiers import few
+from tiers import few, smoke
 
 LIMIT_S = 60
 
@@ -260,7 +260,11 @@ MORE = [
     or (case.kind != "sends" and case in TCP)
 ]
 """Like others: of the exhaustive tier."""
-CASES = few([case for case in [*SHM, *TCP] if case not in MORE], MORE)
+SMOKE = [case for case in SHM if case.kind in ("sends", "wait_all", "awaits", "stopped")]
+CASES = [
+    *(pytest.param(case, marks=smoke) for case in SMOKE),
+    *few([case for case in [*SHM, *TCP] if case not in MORE + SMOKE], MORE),
+]
 
 
 def start(script: Path, case: Case, after_s: float, limit_s: float) -> subprocess.Popen[str]:

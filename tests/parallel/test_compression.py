@@ -361,6 +361,7 @@ def lose_one(comm: Comm, folder: Path) -> None:
             raise
 
 
+@pytest.mark.parallel
 def test_a_rank_that_is_killed_ends_the_others_and_leaves_their_residuals(tmp_path: Path) -> None:
     with pytest.raises(pycoll.PeerFailed, match="rank 1"):
         pycoll.run(lose_one, 3, tmp_path, timeout=60)

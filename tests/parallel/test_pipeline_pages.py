@@ -69,6 +69,7 @@ def test_what_the_page_shows_of_the_program_are_bytes_by_formula_and_proved_numb
         assert numbers == list(prove_pipeline(name, 4, 8, v).held)
 
 
+@pytest.mark.parallel
 def test_the_program_of_the_page_prints_what_it_shows(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(# stages.py\n.*?)```", PAGE, re.S)
     (command, shown) = re.findall(r"```console\n\$ (.*?)\n(.*?)```", PAGE, re.S)[0]
@@ -76,6 +77,7 @@ def test_the_program_of_the_page_prints_what_it_shows(tmp_path: Path) -> None:
     assert run(*command.replace("pycoll-run", PYCOLL_RUN).split(), cwd=tmp_path) == shown
 
 
+@pytest.mark.parallel
 def test_the_example_comes_to_what_one_process_does(tmp_path: Path) -> None:
     small = ("--rows", "3", "--width", "5", "--steps", "2", "--micro-batches", "4")
     lines = run_example("parallel/pipeline.py", 2, tmp_path, *small).splitlines()

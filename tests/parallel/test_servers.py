@@ -258,6 +258,7 @@ def lost(job: Any, size: int, num_servers: int, **names: Any) -> None:
     assert max(float(at) for *_, at in told) < float(died) + 5 * PATIENCE, names
 
 
+@pytest.mark.parallel
 @pytest.mark.parametrize("case", [(2, None), (0, 1)], ids=str)
 def test_a_server_or_a_worker_that_is_killed_ends_the_others_who_name_it(
     job: Any, case: tuple[int, int | None]
