@@ -49,6 +49,8 @@ BY_PATH = {
     "gpu": ("cuda/", "gpu/"),
     "rdma": ("transports/test_rdma", "transports/test_simulated", "transports/test_registrations"),
     "launchers": (
+        "functions/test_pool",
+        "functions/test_run_",
         "launcher/test_agent",
         "launcher/test_encryption",
         "launcher/test_engine_nodes",
@@ -70,7 +72,17 @@ BY_PATH = {
         "launcher/test_user_signals",
         "launcher/test_waiting",
     ),
-    "plugin": ("tools/test_pytest_",),
+    "tools": (
+        "schedules/test_simulate",
+        "tools/test_bench.py",
+        "tools/test_info",
+        "tools/test_pytest_",
+        "tools/test_simulate.py",
+        "tools/test_tune",
+        "topology/test_links",
+        "topology/test_machine",
+        "topology/test_search",
+    ),
     "core": (
         "core/test_alias",
         "core/test_core_channel",

@@ -19,7 +19,7 @@ import pytest
 from last_calls import beside_requests, of_requests
 from patience import PATIENCE
 from run_cases import LIMIT_S, ROOT
-from tiers import few
+from tiers import few, smoke
 
 import pycoll
 from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed
@@ -57,6 +57,7 @@ def recall(comm: Any) -> object:
     return remembered
 
 
+@smoke
 def test_ranks_keep_what_functions_make_global_and_what_they_import(pool: pycoll.Pool) -> None:
     with same_ranks(pool):
         pool.run(remember, "it")
@@ -79,6 +80,7 @@ def test_output_is_written_where_standard_output_is_now(
         assert sorted(capfd.readouterr().out.splitlines()) == [f"{word} 0", f"{word} 1"]
 
 
+@smoke
 @pytest.mark.parametrize("waits", ["barrier", "split"])
 def test_an_exception_ends_the_run_and_the_ranks_stay(pool: pycoll.Pool, waits: str) -> None:
     def fail(comm: Any) -> None:
@@ -179,6 +181,7 @@ def test_a_rank_that_computes_is_interrupted_when_another_has_failed(pool: pycol
         pool.run(fail)
 
 
+@smoke
 @pytest.mark.parametrize("case", few(["kill", "hang"], ["exit", "slow"]))
 def test_ranks_are_replaced_when_one_is_lost(case: str) -> None:
     def end(comm: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from run_cases import LIMIT_S, ROOT, rank_plus
+from tiers import smoke
 
 import pycoll
 
@@ -38,6 +39,7 @@ def run_script(folder: Path, text: str, **options: Any) -> subprocess.CompletedP
     )
 
 
+@smoke
 @pytest.mark.parametrize("n", [1, 3])
 def test_results_come_back_by_rank_of_a_communicator_of_all(n: int) -> None:
     found = pycoll.run(lambda comm, x: (comm.rank + x, comm.size, comm.all_reduce(1)), n, 10)
@@ -69,6 +71,7 @@ def test_closures_travel_and_instances_of_local_classes_come_back_as_the_same_cl
     assert [point.x for point in points] == [1, 2]
 
 
+@smoke
 def test_arrays_are_writable_there_and_here_and_larger_than_any_pipe() -> None:
     def double(comm: Any, x: np.ndarray[Any, Any]) -> Any:
         x *= 2

@@ -22,7 +22,7 @@ import pytest
 from last_calls import beside_requests, of_requests
 from patience import PATIENCE
 from run_cases import LIMIT_S, ROOT, rank_plus
-from tiers import exhaustive
+from tiers import exhaustive, smoke
 
 import pycoll
 from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed, TransportError
@@ -69,6 +69,7 @@ def test_an_exception_is_not_printed_as_well(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr() == ("", "")
 
 
+@smoke
 def test_the_culprits_exception_is_raised_again_with_its_rank_and_traceback() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         pycoll.run(lambda comm: 1 // (comm.rank - 2) if comm.rank == 2 else comm.barrier(), 3)
@@ -218,6 +219,7 @@ DEATHS: list[tuple[Callable[[], object], str]] = [
 ]
 
 
+@smoke
 @pytest.mark.parametrize(("die", "reason"), DEATHS)
 def test_a_rank_that_dies_raises_peer_failed(die: Callable[[], object], reason: str) -> None:
     with pytest.raises(PeerFailed) as caught:

@@ -20,7 +20,7 @@ def text_of(file: str) -> str:
 
 
 TIERS = (
-    *("default", "exhaustive", "gpu", "rdma", "launchers", "plugin", "core"),
+    *("default", "exhaustive", "gpu", "rdma", "launchers", "tools", "core"),
     *("parallel", "torch", "hosts"),
 )
 

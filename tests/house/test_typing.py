@@ -81,6 +81,7 @@ def wrong(comm: pycoll.Communicator, x: Array) -> None:
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@exhaustive  # .ci/run has it beside mypy itself
 def test_type_checkers_know_what_comes_back_and_what_is_wrong(tmp_path: Path) -> None:
     mypy = pytest.importorskip("mypy.api")
     file = tmp_path / "typed.py"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
+from tiers import smoke
 
 import pycoll
 from pycoll import simulate
@@ -56,6 +57,7 @@ def stuck() -> Iterator[None]:
 # Closed formulas
 
 
+@smoke
 @pytest.mark.parametrize("size", [2, 3, 8, 33])
 @pytest.mark.parametrize("segments", [1, 2, 16, 64])
 def test_a_chain_takes_a_segment_time_for_each_segment_and_each_further_rank(

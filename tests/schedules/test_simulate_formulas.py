@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import smoke
 
 import pycoll
 from pycoll.schedule import Recv, Send, Step
@@ -30,6 +31,7 @@ def about(seconds: float, steps: int) -> object:
     return pytest.approx(seconds, rel=1e-12, abs=steps * 0.5e-15 + 1e-18)
 
 
+@smoke
 @given(SIZES, LENGTHS, LATENCIES, BANDWIDTHS, COMBINING)
 def test_rings(size: int, nbytes: float, alpha: float, bandwidth: float, gamma: float) -> None:
     network = Network(latency_s=alpha, bandwidth=bandwidth, reduce_s_per_byte=gamma)

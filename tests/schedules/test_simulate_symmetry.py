@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
+from tiers import smoke
 
 from pycoll.schedule import Copy, Recv, Reduce, Send, Step, recv_reduce
 from pycoll.schedules import TABLE, Algorithm, find, schedule
@@ -82,6 +83,7 @@ def sizes_of(collective: str, name: str, most: int) -> list[int]:
     return [size for size in range(2, most + 1) if symmetry_of(found, size)]
 
 
+@smoke
 def test_it_is_known_of_which_algorithms_all_ranks_do_the_same() -> None:
     found = {
         (algorithm.collective, algorithm.name): sizes_of(algorithm.collective, algorithm.name, 33)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from patience import PATIENCE
-from tiers import exhaustive
+from tiers import exhaustive, smoke
 
 import pycoll
 from pycoll._tools import bench, bench_machine, bench_report, bench_sides, bench_worker, cli
@@ -147,6 +147,7 @@ SAMPLES = [
 ]
 
 
+@smoke
 def test_a_row_has_medians_spreads_and_ratios() -> None:
     [row] = bench_report.rows(SAMPLES)
     assert row.sides["pycoll shm"] == Spread(20e-6, 10e-6, 30e-6)
@@ -275,6 +276,7 @@ def test_the_price_of_encryption_is_measured_beside_what_it_costs_without(tmp_pa
     assert re.search(r"pycoll zmq +pycoll zmq, encrypted", done.stdout), done.stdout
 
 
+@smoke
 def test_a_peer_that_is_not_there_is_named_with_what_to_run(tmp_path: Path) -> None:
     done = run_bench("--against", "mpich", PYCOLL_BENCH_PEERS=str(tmp_path))
     assert done.returncode == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 import fake_cuda
 import pytest
 from patience import PATIENCE
+from tiers import smoke
 
 from pycoll._cuda import cuda
 from pycoll._cuda.cuda import DirectAccess
@@ -110,6 +111,7 @@ def test_info_says_what_a_gpu_answers_that_is_ill(fake_driver: Path) -> None:
     assert line.startswith("GPUs             not usable: CUDA: cuDeviceGetName failed: ")
 
 
+@smoke
 def test_info_says_what_to_install() -> None:
     assert info({}, "sys.modules['cuda'] = None") == [
         f"GPUs             not usable: the package cuda-bindings is missing. {cuda.INSTALL}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import smoke
 
 from pycoll import schedules
 from pycoll._selection.costs import shipped
@@ -38,6 +39,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     return simulated
 
 
+@smoke
 def test_the_times_are_those_of_the_formulas_on_the_network_that_was_said(run: Run) -> None:
     found, printed = run(
         "all_reduce", "ring", "tree", "--ranks", "4,16", "--sizes", "1K,1M", *LINKS

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from patience import PATIENCE
-from tiers import exhaustive
+from tiers import exhaustive, smoke
 
 from pycoll._selection import costs, flows
 from pycoll._selection.costs import CORE, CUT, NET, RDMA, SHM, TCP, WHOLE, LinkCosts
@@ -37,6 +37,7 @@ def times(link: str, constants: LinkCosts, noise: float = 1.0) -> list[CallSampl
     return found
 
 
+@smoke
 def test_constants_are_found_from_times() -> None:
     assert fit(times(TCP, TRUE), 4.0) == pytest.approx(TRUE, rel=0.02)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from patience import PATIENCE
+from tiers import smoke
 
 from pycoll._selection.agreed import said
 from pycoll._tools.cli import main
@@ -30,6 +31,7 @@ def written(folder: Path, text: str) -> str:
     return str(folder / "links.toml")
 
 
+@smoke
 def test_a_ring_avoids_the_narrow_link_and_a_job_takes_it_from_the_file(
     tmp_path: Path, capsys: Any
 ) -> None:

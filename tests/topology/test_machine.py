@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from sysfs_trees import unpack
+from tiers import smoke
 
 from pycoll._tools.cli import main
 from pycoll._topology.machine import list_text, parse_list, perceive
@@ -87,6 +88,7 @@ def test_a_machine_is_shown_as_it_is_made(name: str, tmp_path: Path, capsys: Any
     assert capsys.readouterr().out == SHOWN[name]
 
 
+@smoke
 def test_json_has_all_that_is_shown(tmp_path: Path, capsys: Any) -> None:
     tree = str(unpack(HERE / "two_socket_xeon.sysfs", tmp_path))
     assert main(["topology", "--json", "--sysfs", tree]) == 0

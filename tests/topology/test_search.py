@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import smoke
 
 from pycoll._topology.search import best_ring, best_tree
 
@@ -35,6 +36,7 @@ def every_ring(width: Rows, latency: Rows) -> tuple[int, int, tuple[int, ...]]:
     return min(found)
 
 
+@smoke
 @pytest.mark.parametrize("most", [2, 6, 10**9])
 @pytest.mark.parametrize("count", range(2, 9))
 def test_a_ring_is_the_best_of_all_there_are(count: int, most: int) -> None:
