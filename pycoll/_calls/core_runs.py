@@ -417,6 +417,22 @@ def table_of(schedule: Schedule | ExternalSchedule, size: int, num_chunks: int) 
     return CompiledPlan(size, num_chunks, steps_of(schedule))
 
 
+def second_round(group: Group, nbytes: int) -> tuple[CompiledPlan, bool]:
+    """Return how what is too long for the first round of an all_gather is gathered.
+
+    Args:
+        group: the ranks.
+        nbytes: of the longest block.
+
+    Returns the plan, and whether all lengths that are rounded to the same go by it.
+    """
+    choice = group.choose("all_gather", nbytes, None, shm=False)
+    steps = steps_of(group.schedule("all_gather", choice.name))
+    places = [(-1, -1, -1)] * group.size
+    how = steps, places, b"", NO_REDUCTION, choice.segments, 1
+    return CompiledPlan(group.size, group.size, *how), not group.selector.agreed.segment_nbytes
+
+
 def steps_of(schedule: Schedule | ExternalSchedule) -> list[tuple[Any, ...]]:
     """Return a schedule's steps as the core takes them."""
     steps: list[tuple[Any, ...]] = []

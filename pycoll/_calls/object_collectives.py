@@ -58,28 +58,14 @@ def all_gather(group: Group, call: Numbered, parts: Parts, algorithm: str | None
     if algorithm is not None or nbytes_of(parts) > INLINE_NBYTES:
         first = (memoryview(_LENGTH.pack(nbytes_of(parts))),)
     run = yield from group.run(call, 0, ("all_gather", LINEAR), of_one(group, first))
-    return (yield from all_gather_rest(group, call, parts, came(group, run), algorithm))
-
-
-def all_gather_rest(
-    group: Group,
-    call: Numbered,
-    parts: Parts,
-    first: Sequence[memoryview | None],
-    algorithm: str | None = None,
-) -> CallSteps:
-    """Return the bytes of all objects, when the first round has come; None: this rank's own."""
-    messages = list(first)
+    messages = came(group, run)
+    messages[group.rank] = first[0] if first is not parts else None
     lengths = [
-        _later(nbytes_of(parts), algorithm)
-        if data is None
-        else _LENGTH.unpack(data)[0]
-        if len(data) == _LENGTH.size
-        else 0
-        for data in first
+        _LENGTH.unpack(data)[0] if data is not None and len(data) == _LENGTH.size else 0
+        for data in messages
     ]
     if not any(lengths):
-        return _with_own(parts, first)
+        return _with_own(parts, messages)
     chosen = group.choose("all_gather", max(lengths), algorithm, shm=False)
     how: How = "all_gather", chosen
     rest = parts if lengths[group.rank] else (memoryview(b""),)
@@ -88,11 +74,6 @@ def all_gather_rest(
         if length:
             messages[rank] = buffers[rank]
     return _with_own(parts, messages)
-
-
-def _later(nbytes: int, algorithm: str | None) -> int:
-    """Return the length of an object, if it comes in the second round; else 0."""
-    return nbytes if algorithm is not None or nbytes > INLINE_NBYTES else 0
 
 
 def of_one(group: Group, parts: Parts) -> Binding:

@@ -28,7 +28,7 @@ def gatherv(group: Group, call: Numbered, x: Value, root: int, targets: BlockTar
     run = yield from group.run(call, 0, ("gather", LINEAR, root), binding)
     if group.rank != root:
         return None
-    return (yield from taken(group, call, "gatherv", [x], came(group, run), targets))
+    return (yield from taken(group, call, [x], came(group, run), targets))
 
 
 def all_gatherv(group: Group, call: Numbered, x: Value, targets: BlockTargets) -> CallSteps:
@@ -37,7 +37,7 @@ def all_gatherv(group: Group, call: Numbered, x: Value, targets: BlockTargets) -
     packed = blocks.pack(x)
     binding = of_one(group, packed if x.array.nbytes <= INLINE_NBYTES else packed[:1])
     run = yield from group.run(call, 0, ("all_gather", LINEAR), binding)
-    return (yield from taken(group, call, "all_gatherv", [x], came(group, run), targets))
+    return (yield from taken(group, call, [x], came(group, run), targets, is_left=True))
 
 
 def scatterv(
@@ -51,7 +51,7 @@ def scatterv(
     binding = Binding(list(nothing), source, list(nothing))
     run = yield from group.run(call, 0, ("scatter", LINEAR, root), binding)
     data = [None if xs else run.value(group.rank)]
-    return (yield from taken(group, call, "scatterv", xs, data, target))
+    return (yield from taken(group, call, xs, data, target))
 
 
 def all_to_allv(
@@ -61,28 +61,28 @@ def all_to_allv(
     yield from pulled(group, *xs)
     run = yield from group.run(call, 0, *straight(group, [blocks.pack(x) for x in xs]))
     data = came(group, run, group.size)
-    return (yield from taken(group, call, "all_to_allv", xs, data, targets))
+    return (yield from taken(group, call, xs, data, targets))
 
 
 def taken(
     group: Group,
     call: Numbered,
-    method: str,
     xs: Sequence[Value],
     messages: Sequence[memoryview | None],
     targets: BlockTargets,
+    is_left: bool = False,
 ) -> CallSteps:
     """Return the blocks of a call, when its messages have come; the core begins here, too.
 
     Args:
         group, call: the ranks, and the call.
-        method: which.
         xs: what this rank gave.
         messages: by the index of their blocks; None: that is this rank's own.
         targets: where blocks go.
+        is_left: what is too long for the first round of an all_gatherv is left.
     """
     own = xs[group.rank if len(xs) > 1 else 0] if xs else None
-    if method == "all_gatherv":
+    if is_left:
         assert own is not None
         return (yield from _rest(group, call, own, messages, targets))
     return [_value(index, own, data, targets) for index, data in enumerate(messages)]

@@ -102,7 +102,7 @@ class CoreCollective(Collective, CoreStarted, shown_as="Request"):
         if not self.done:
             came = self._take_held()
             if came is not None:
-                self._go_on(came)
+                self._goes_on(came)
             return
         by_python = self._by_python
         error = self._error()
@@ -116,10 +116,13 @@ class CoreCollective(Collective, CoreStarted, shown_as="Request"):
         if self._made is not None:
             self._made.finish(error)
 
-    def _go_on(self, came: bytes | list[Memory | None]) -> None:
+    def _goes_on(self, came: bytes | list[Memory | None] | int) -> None:
         """Go on with what has come, which the core does not know."""
         call, engine = self._call, self._group.engine
         try:
+            if isinstance(came, int):
+                self._go_on(*core_runs.second_round(self._group, came))
+                return
             steps, result = self._rest(call.text, came)
         except Exception as exc:  # `out` has changed meanwhile
             self._why = exc
@@ -134,11 +137,11 @@ class CoreCollective(Collective, CoreStarted, shown_as="Request"):
 
     def _rest(self, text: str, came: bytes | list[Memory | None]) -> Taking:
         """Return what is to be done with what has come."""
-        kind, root, given = self._made_by
+        kind, root, given, is_left = self._made_by
         group, name = self._group, METHODS[kind]
         begun = Numbered(text.encode(), self._description[1])
         if isinstance(came, list):
-            return _blocks(group, begun, name, given, came)
+            return _blocks(group, begun, name, given, came, is_left)
         if not came:
             return _long_objects(group, begun, name, root, given)
         announcement = rooted.Announcement.unpack(memoryview(came))
@@ -385,21 +388,17 @@ def _long_objects(group: Group, call: Numbered, name: str, root: int, given: Any
 
 
 def _blocks(
-    group: Group, call: Numbered, name: str, given: Any, came: list[Memory | None]
+    group: Group, call: Numbered, name: str, given: Any, came: list[Memory | None], is_left: bool
 ) -> Taking:
-    messages = [memoryview(data) if data is not None else None for data in came]
-    if name not in UNEVEN:
-        (parts,) = given  # only of an all_gather something follows
-        steps = object_collectives.all_gather_rest(group, call, parts, messages)
-        return steps, object_collectives.loaded
     items, out = given
+    messages = [memoryview(data) if data is not None else None for data in came]
     values = [value for x in items if (value := conversion.wrap(x)) is not None]
     if name == "scatterv":
         target = uneven_out.BlockTarget(out, None, None, values)
-        steps = uneven.taken(group, call, name, values, messages, target)
+        steps = uneven.taken(group, call, values, messages, target)
         return steps, lambda got, late: target.finish(got, late)[0]
     targets = uneven_out.BlockTargets(out, len(came), None, {}, values)
-    return uneven.taken(group, call, name, values, messages, targets), targets.finish
+    return uneven.taken(group, call, values, messages, targets, is_left), targets.finish
 
 
 def _unpack(memory: Memory) -> Any:

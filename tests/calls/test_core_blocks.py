@@ -72,7 +72,7 @@ def move_objects(length, root):
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_small_blocks_and_objects_go_without_python(scripts: Scripts, transport: str) -> None:
+def test_blocks_and_objects_go_without_python(scripts: Scripts, transport: str) -> None:
     text = f"""{CALLS}
 over_sockets = {transport == "tcp"}
 size = comm.size
@@ -93,6 +93,13 @@ made = {{
 for name, args in made.items():
     for method in calls_of(name):
         goes_without_python(lambda: method(*args))
+large, thing = np.arange(3000.0), {{"a": np.arange(3000.0) + rank}}
+for name, args in {{"all_gatherv": [large], "all_gather": [thing]}}.items():
+    for method in calls_of(name):
+        goes_without_python(lambda: method(*args))
+for method in calls_of("all_gatherv"):
+    goes_without_python(lambda: method(large, np.empty(6000)))
+    goes_without_python(lambda: method(large if rank else large[:7], np.empty(3007)))
 whole = np.empty(6)
 made = {{
     "gatherv": [mine[0], 0, whole],
@@ -257,6 +264,15 @@ for length in (5, 4, 6):
         assert request.wait().tolist() == [1, 1, 1]
     else:
         error_like(ValueError, "out", request.wait)
+for few, who in ((3, 0), (3, 1), (900, 0), (900, 1), (900, 2)):
+    for more in (-1, 0, 1):  # some come in the second round, to `out` or not
+        more *= who in (2, rank)
+        whole = np.full((1000 + few + more, 2), -1.0)
+        request = comm.iall_gatherv(np.full((1000 if rank else few, 2), 7.0), whole)
+        if more == 0:
+            assert [len(part) for part in request.wait()] == [few, 1000] and (whole == 7).all()
+        else:
+            error_like(ValueError, "rows", request.wait)
 large = np.ones((70_000, 2)) * rank
 both = np.empty((140_000, 2))
 for call in (comm.iall_gatherv, comm.igatherv):
@@ -337,7 +353,7 @@ ok()
 
 def test_an_array_that_may_not_be_written_to_any_more_is_said(scripts: Scripts) -> None:
     text = """
-x, out = np.ones(2000), np.zeros(4000)
+x, out = np.ones(2000), np.zeros(4001)  # which does not fit, so Python looks at it
 comm.barrier()
 comm.all_gatherv(np.ones(2))
 try:
@@ -349,6 +365,7 @@ try:
         comm.recv(0)
         request = comm.iall_gatherv(x)
     request.wait()
+    comm.barrier()
 except ValueError as exc:
     assert rank == 0 and "read-only" in str(exc), exc
     ok()

@@ -136,7 +136,10 @@ static inline struct pc_keeper keeper_of(const struct pc_run *run, uint32_t numb
                 place->source_keeper != NULL ? place->source_keeper : run->source_keeper;
         break;
     case PC_VALUE_AT_TARGET:
-        keeper.object = place->target_keeper != NULL ? place->target_keeper : run->target_keeper;
+        keeper.scratch = place->target_scratch;
+        if (keeper.scratch == NULL)
+            keeper.object =
+                place->target_keeper != NULL ? place->target_keeper : run->target_keeper;
         break;
     case PC_VALUE_IN_OWN:
         keeper.scratch = chunk->is_grown ? chunk->value : run->own;

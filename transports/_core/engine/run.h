@@ -60,6 +60,7 @@ struct pc_chunk_place {
     size_t num_parts;
     /* as of sends: what these belong to, or NULL: then it is as of the run */
     void *source_keeper, *target_keeper;
+    void *target_scratch; /* the memory of the engine's in which the target is; or NULL */
 };
 #define PC_UNKNOWN SIZE_MAX
 

@@ -4,8 +4,8 @@
    object_collectives.py, which say what the messages are.
 
    What has come is made into arrays and objects when somebody wants the result. A call of which
-   more follows than one schedule, or of which something came that is not known here, is held:
-   Python goes on with what has come. */
+   something came that is not known here, or does not fit, is held: Python goes on with what has
+   come. */
 #include "collective.h"
 
 #include "base/copy.h"
@@ -75,7 +75,7 @@ static bool add_array(struct given *given, size_t index, PyObject *item, bool ke
                                             nbytes + (is_later ? 0 : array.nbytes)};
         blocks->dtype = array.dtype;
         blocks->is_later = is_later;
-        if (keeps && !is_later) {
+        if (keeps) {
             blocks->own = pc_memory_new(&array, item, 0, &made);
             fits = blocks->own != NULL;
             if (fits) {
@@ -112,14 +112,16 @@ static bool add_object(struct given *given, size_t index, PyObject *parts, bool 
     bool is_well = views != NULL &&
                    PyList_SetItem(given->kept, (Py_ssize_t)index, Py_NewRef(parts)) == 0;
     pc_views_release(views);
+    if (is_well && keeps) {
+        blocks->own = copy_of(&blocks->parts[span->begin], span->count, span->nbytes);
+        is_well = blocks->own != NULL;
+        blocks->own_start = is_well ? PyByteArray_AsString(blocks->own) : NULL;
+    }
     if (is_well && has_two_rounds(given->kind) && span->nbytes > PC_INLINE_NBYTES) {
         blocks->length = span->nbytes;
         blocks->parts[span->begin] = (struct iovec){&blocks->length, sizeof blocks->length};
         *span = (struct span){span->begin, 1, sizeof blocks->length};
         blocks->is_later = true;
-    } else if (is_well && keeps) {
-        blocks->own = copy_of(&blocks->parts[span->begin], span->count, span->nbytes);
-        is_well = blocks->own != NULL;
     }
     return is_well;
 }
@@ -237,6 +239,7 @@ static struct pc_blocks *new_blocks(const pc_collectives *self, int kind, bool i
     blocks->first = is_all_to_all(kind) ? self->size : scatters ? self->rank : 0;
     blocks->count = !takes ? 0 : scatters ? 1 : self->size;
     blocks->is_one = scatters;
+    blocks->has_second = has_two_rounds(kind);
     blocks->own_given = kind == PC_SCATTERV || is_all_to_all(kind) ? self->rank : 0;
     blocks->own_at = !takes || (scatters && !is_root) ? -1 : scatters ? 0 : self->rank;
     blocks->places = calloc(blocks->num_chunks, sizeof *blocks->places);
@@ -316,67 +319,150 @@ void pc_blocks_free(struct pc_blocks *blocks, pc_engine_object *engine) {
 
 /* --- what has come ---------------------------------------------------------------------------- */
 
-/* Read what a block is and where its elements begin. False: it is not known here, or they are not
-   there. */
-static bool read_block(const struct pc_grown *came, struct pc_described *said, size_t *start) {
+/* Read what a block is and where its elements begin. False: it is not known here. */
+static bool read_head(const struct pc_grown *came, struct pc_described *said, size_t *start) {
     uint32_t length;
     if (came->nbytes < sizeof length)
         return false;
     memcpy(&length, came->memory, sizeof length);
     *start = pc_round_up(4 + (size_t)length, PC_BLOCK_ALIGNMENT);
     return *start <= came->nbytes &&
-           pc_read_description((const unsigned char *)came->memory + 4, length, said) &&
-           *start + said->nbytes == came->nbytes;
+           pc_read_description((const unsigned char *)came->memory + 4, length, said);
+}
+
+/* Its elements must be there, too. */
+static bool read_block(const struct pc_grown *came, struct pc_described *said, size_t *start) {
+    return read_head(came, said, start) && *start + said->nbytes == came->nbytes;
 }
 
 static bool are_whole(const struct pc_blocks *blocks) {
-    for (int index = 0; index < blocks->count; index++) {
-        const struct pc_grown *came = &blocks->grown[blocks->first + index];
-        struct pc_described said;
-        size_t start;
-        bool is_own = index == blocks->own_at;
-        if (is_own ? blocks->is_later
-                   : blocks->are_objects ? came->nbytes == sizeof blocks->length
-                                         : !read_block(came, &said, &start))
+    struct pc_described said;
+    size_t start;
+    for (int index = 0; index < blocks->count && !blocks->are_objects && !blocks->is_direct;
+         index++)
+        if (index != blocks->own_at &&
+            !read_block(&blocks->grown[blocks->first + index], &said, &start))
             return false;
-    }
     return true;
 }
 
-/* Copy all to `out`, if they fit. */
-static bool fill(struct pc_blocks *blocks) {
-    size_t rows = (size_t)blocks->into_dims[0], start;
-    size_t row_nbytes = rows > 0 ? blocks->into_nbytes / rows : 0;
+/* Whether all fit into `out`, and how. */
+static bool all_fit(struct pc_blocks *blocks) {
+    size_t start;
     struct pc_described said;
     intptr_t row = 0;
     for (int index = 0; index < blocks->count; index++) {
         const struct pc_grown *came = &blocks->grown[blocks->first + index];
         if (!(index == blocks->own_at ? read_own(blocks, &said)
-                                      : read_block(came, &said, &start)) ||
+                                      : read_head(came, &said, &start)) ||
             !fits(blocks, &said, row))
             return false;
         blocks->ends[index] = row += said.dims[0];
     }
-    if (blocks->count > 0 && row != blocks->into_dims[0])
-        return false;
-    unsigned char *to = blocks->into;
+    return blocks->count == 0 || row == blocks->into_dims[0];
+}
+
+/* Its place in `out`. */
+static unsigned char *place_in_out(const struct pc_blocks *blocks, int index, size_t *nbytes) {
+    size_t rows = (size_t)blocks->into_dims[0];
+    size_t row_nbytes = rows > 0 ? blocks->into_nbytes / rows : 0;
+    intptr_t begin = index > 0 ? blocks->ends[index - 1] : 0;
+    *nbytes = (size_t)(blocks->ends[index] - begin) * row_nbytes;
+    return blocks->into + (size_t)begin * row_nbytes;
+}
+
+/* Copy to `out` what is not there. */
+static void fill(const struct pc_blocks *blocks) {
+    struct pc_described said;
+    size_t start, nbytes;
     for (int index = 0; index < blocks->count; index++) {
         const struct pc_grown *came = &blocks->grown[blocks->first + index];
-        intptr_t begin = index > 0 ? blocks->ends[index - 1] : 0;
-        size_t nbytes = (size_t)(blocks->ends[index] - begin) * row_nbytes;
-        const unsigned char *from = NULL;
+        unsigned char *to = place_in_out(blocks, index, &nbytes);
         if (index == blocks->own_at)
-            from = blocks->parts[2 * blocks->own_given + 1].iov_base;
+            pc_copy(to, blocks->parts[2 * blocks->own_given + 1].iov_base, nbytes);
         else if (read_block(came, &said, &start))
-            from = (unsigned char *)came->memory + start;
-        pc_copy(to, from, nbytes);
-        to += nbytes;
+            pc_copy(to, (unsigned char *)came->memory + start, nbytes);
     }
-    return true;
 }
 
 bool pc_blocks_settle(struct pc_blocks *blocks) {
-    return are_whole(blocks) && (blocks->out == NULL || fill(blocks));
+    if (!are_whole(blocks) || (blocks->out != NULL && !all_fit(blocks)))
+        return false;
+    if (blocks->out != NULL)
+        fill(blocks);
+    return true;
+}
+
+/* --- the second round ------------------------------------------------------------------------- */
+
+/* How many bytes follow of a block; PC_UNKNOWN: it is not known here. */
+static size_t left_of(const struct pc_blocks *blocks, int index) {
+    const struct pc_grown *came = &blocks->grown[index];
+    struct pc_described said;
+    size_t start, left;
+    if (index == blocks->own_at) {
+        left = blocks->are_objects ? blocks->length : blocks->parts[1].iov_len;
+        return blocks->is_later ? left : 0;
+    }
+    if (!blocks->are_objects) {
+        if (!read_head(came, &said, &start))
+            return PC_UNKNOWN;
+        return came->nbytes == start && said.nbytes > PC_INLINE_NBYTES ? said.nbytes : 0;
+    }
+    if (came->nbytes != sizeof blocks->length)
+        return 0;
+    memcpy(&left, came->memory, sizeof left);
+    return left;
+}
+
+void pc_blocks_look(struct pc_blocks *blocks) {
+    for (int index = 0; index < blocks->count; index++) {
+        size_t left = left_of(blocks, index);
+        blocks->longest = left > blocks->longest ? left : blocks->longest;
+    }
+}
+
+/* Find a place for what follows of another's block: in `out`, or behind its head. */
+static bool place_left(struct pc_blocks *blocks, struct pc_engine *engine, int index) {
+    struct pc_chunk_place *place = &blocks->places[index];
+    struct pc_grown *came = &blocks->grown[index];
+    size_t head_nbytes = blocks->are_objects ? 0 : came->nbytes, nbytes;
+    if (blocks->is_direct) {
+        place->target = (ptrdiff_t)(uintptr_t)place_in_out(blocks, index, &nbytes);
+        return true;
+    }
+    unsigned char *memory = place->nbytes < PTRDIFF_MAX - head_nbytes
+                                ? pc_scratch_take(&engine->scratch, head_nbytes + place->nbytes)
+                                : NULL;
+    if (memory == NULL)
+        return false;
+    memcpy(memory, came->memory, head_nbytes);
+    pc_engine_give_scratch(engine, came->memory);
+    *came = (struct pc_grown){memory, head_nbytes + place->nbytes};
+    place->target = (ptrdiff_t)(uintptr_t)(memory + head_nbytes);
+    place->target_scratch = memory;
+    return true;
+}
+
+bool pc_blocks_second(struct pc_blocks *blocks, struct pc_engine *engine) {
+    blocks->is_direct = blocks->out != NULL && all_fit(blocks);
+    for (int index = 0; index < blocks->count; index++) {
+        struct pc_chunk_place *place = &blocks->places[index];
+        *place = (struct pc_chunk_place){
+            .nbytes = left_of(blocks, index), .source = -1, .target = -1};
+        if (index != blocks->own_at) {
+            if (place->nbytes > 0 && !place_left(blocks, engine, index))
+                return false;
+        } else if (blocks->are_objects) {
+            place->source = (ptrdiff_t)(uintptr_t)blocks->own_start;
+            place->source_keeper = blocks->own;
+        } else {
+            place->source = address_of(&blocks->parts[1]);
+        }
+    }
+    blocks->has_second = false;
+    blocks->longest = 0;
+    return true;
 }
 
 PyObject *pc_blocks_came(struct pc_blocks *blocks, pc_engine_object *engine) {

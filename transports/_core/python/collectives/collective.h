@@ -66,6 +66,7 @@ typedef struct {
     unsigned char *text;
     size_t text_nbytes, granule;
     uint32_t num_segments;
+    PyObject **second; /* plans of second rounds, by `pc_second_at`; NULL: none are known yet */
 } pc_plan;
 
 struct pc_plan_entry;
@@ -86,19 +87,25 @@ struct pc_blocks {
     struct iovec *parts;           /* of what this rank gives */
     unsigned char *heads;
     uint64_t length; /* of an object that comes in the second round */
+    /* Of an all_gather the second round brings what is too long for the first. Before its end the
+       longest there has so many bytes; 0: there is none, PC_UNKNOWN: some block is not known */
+    bool has_second;
+    size_t longest;
     /* those that this rank gets: from a chunk on so many, of which it has one itself, or -1 */
     int first, count, own_at;
     int own_given; /* which of those given that is */
     bool is_one;   /* of a scatterv */
-    bool is_later;  /* that is too long for the first round: Python makes it */
-    PyObject *own;  /* else that: an array, or the bytes of an object; NULL: it goes to `out` */
+    bool is_later;  /* that is too long for the first round */
+    PyObject *own;  /* that: an array, or the bytes of an object; NULL: it goes to `out` */
+    void *own_start;
     /* where arrays go, one after the other, or of a scatterv the one; or NULL */
     PyObject *out;
     unsigned char *into;
     size_t into_nbytes;
     int into_dtype, into_ndim;
     intptr_t into_dims[PC_MOST_BLOCK_DIMS];
-    intptr_t *ends; /* the row behind each of them, when they are there */
+    intptr_t *ends; /* the row behind each of them, when all are known */
+    bool is_direct; /* the second round goes there */
     PyObject *came; /* the others, as `Memory`, once somebody has asked; then `grown` has none */
 };
 
@@ -119,7 +126,7 @@ typedef struct {
 /* A call under way. */
 struct pc_running {
     PC_STARTED_HEAD(pc_collectives, collectives)
-    pc_plan *plan;
+    pc_plan *plan, *second; /* of the second round; or NULL: then it is one that `plan` keeps */
     PyObject *x, *result; /* x: or NULL; of objects, or arrays and `out`, as of `pc_blocks_of` */
     PyObject *source_keeper, *target_keeper; /* of the memory of these; or NULL */
     void *source, *target;
@@ -152,6 +159,15 @@ struct pc_running {
 int pc_collectives_expect(pc_collectives *self, const struct pc_running *like, PyObject *plan);
 /* plan_type.c: plans of an earlier generation than this are not used. */
 uint64_t pc_plans_generation(void);
+/* The same for all lengths for which the same schedule is chosen (`Selector._rounded`): so many
+   bits, and the first three. */
+#define PC_SECONDS 512
+static inline unsigned pc_second_at(size_t nbytes) {
+    unsigned bits = 64 - (unsigned)__builtin_clzll(nbytes | 7) - 3;
+    return bits * 8 + (unsigned)(nbytes >> bits);
+}
+/* With both locks: keep the plan of second rounds of that length, if there is memory. */
+void pc_plan_keep_second(pc_plan *self, size_t nbytes, PyObject *second);
 
 /* blocks.c: look at the blocks that this rank gives. `for_python` gets these as x has them, `kept`
    what keeps their memory, and that of `out` (NULL: there is none). NULL without an exception:
@@ -160,8 +176,12 @@ struct pc_blocks *pc_blocks_of(const pc_collectives *self, int kind, int root, P
                                PyObject *out, bool is_blocking, PyObject **for_python,
                                PyObject **kept);
 void pc_blocks_free(struct pc_blocks *blocks, pc_engine_object *engine);
-/* Whether all is there, and known here, and fits into `out`, where it is then; without the
-   interpreter's lock. */
+/* When the first round has ended: find out what is left. Without the interpreter's lock, and so the
+   next two. */
+void pc_blocks_look(struct pc_blocks *blocks);
+/* Prepare `places` for the second round. False: there is no memory. */
+bool pc_blocks_second(struct pc_blocks *blocks, struct pc_engine *engine);
+/* Whether all that has come is known here, and fits into `out`, where it is then. */
 bool pc_blocks_settle(struct pc_blocks *blocks);
 /* What has come, as a list of `Memory`; None for this rank's own. NULL with an exception. */
 PyObject *pc_blocks_came(struct pc_blocks *blocks, pc_engine_object *engine);
@@ -185,6 +205,8 @@ void pc_memory_let_go(pc_engine_object *engine, void *memory);
 struct pc_running *pc_collective_start(struct pc_running *started);
 /* With the engine's lock: end a call that was held, with which Python has gone on. */
 void pc_collective_settle(struct pc_running *self, int status);
+/* With the engine's lock: let one that was held go on with its second round, by that plan. */
+void pc_collective_go_on(struct pc_running *self, const pc_plan *plan);
 /* With the engine's lock: the ranks of the world for which it waits, some of them perhaps twice; at
    most `most`. */
 size_t pc_collective_awaited(const struct pc_running *self, int *ranks, size_t most);

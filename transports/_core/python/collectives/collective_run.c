@@ -22,21 +22,73 @@ static void end(struct pc_running *self) {
     pc_started_end((struct pc_started *)self, self->pipeline.status, self->pipeline.status != 0);
 }
 
-/* --- what its root announces ------------------------------------------------------------------ */
-
 /* Have Python see what has come. */
 static void hold(struct pc_running *self) {
     self->is_held = true;
     pc_engine_post(self->collectives->engine, &self->event);
 }
 
+/* --- blocks ----------------------------------------------------------------------------------- */
+
+static void pipeline_ended(struct pc_pipeline *pipeline);
+
+static void start_second(struct pc_running *self, const pc_plan *plan) {
+    struct pc_blocks *blocks = self->blocks;
+    pc_pipeline_free(&self->pipeline);
+    self->pipeline = (struct pc_pipeline){.like = {.table = &plan->way.table,
+                                                   .places = blocks->places,
+                                                   .source_keeper = self->source_keeper,
+                                                   .target_keeper = self->source_keeper,
+                                                   .call = self->call,
+                                                   .subcall = 1,
+                                                   .num_segments = plan->num_segments,
+                                                   .granule = plan->granule},
+                                          .context = self->context,
+                                          .ended = pipeline_ended,
+                                          .owner = self};
+    if (pc_blocks_second(blocks, &self->collectives->engine->engine) &&
+        pc_pipeline_prepare(&self->pipeline)) {
+        pc_pipeline_start(&self->pipeline);
+        return;
+    }
+    self->pipeline.status = -ENOMEM;
+    end(self);
+}
+
+void pc_collective_go_on(struct pc_running *self, const pc_plan *plan) {
+    struct pc_engine *engine = &self->collectives->engine->engine;
+    if (!self->under_way || self->blocks == NULL || !self->blocks->has_second)
+        return;
+    pc_engine_enter(engine);
+    start_second(self, plan);
+    pc_engine_leave(engine);
+}
+
 static void pipeline_ended(struct pc_pipeline *pipeline) {
     struct pc_running *self = pipeline->owner;
-    if (pipeline->status == 0 && self->blocks != NULL && !pc_blocks_settle(self->blocks))
-        hold(self);
-    else
+    struct pc_blocks *blocks = self->blocks;
+    if (pipeline->status != 0 || blocks == NULL) {
         end(self);
+        return;
+    }
+    if (blocks->has_second)
+        pc_blocks_look(blocks);
+    if (blocks->longest == 0 || blocks->longest == PC_UNKNOWN) {
+        if (blocks->longest == 0 && pc_blocks_settle(blocks))
+            end(self);
+        else
+            hold(self);
+        return;
+    }
+    PyObject **second = self->plan->second;
+    PyObject *plan = second != NULL ? second[pc_second_at(blocks->longest)] : NULL;
+    if (plan != NULL)
+        start_second(self, (pc_plan *)plan);
+    else
+        hold(self);
 }
+
+/* --- what its root announces ------------------------------------------------------------------ */
 
 static bool is_expected(const struct pc_running *self) {
     const struct pc_announced *announced = &self->plan->announced;

@@ -105,6 +105,8 @@ static PyObject *collective_take_held(struct pc_running *self, PyObject *Py_UNUS
     pc_engine_give(self->collectives->engine, &turn);
     if (!is_held)
         Py_RETURN_NONE;
+    if (self->blocks != NULL && self->blocks->longest > 0 && self->blocks->longest != PC_UNKNOWN)
+        return PyLong_FromSize_t(self->blocks->longest);
     if (self->blocks != NULL)
         return pc_blocks_came(self->blocks, self->collectives->engine);
     return Py_BuildValue("y#", self->is_left ? (void *)"" : self->announcement,
@@ -128,15 +130,39 @@ static PyObject *collective_settle(struct pc_running *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *collective_go_on(struct pc_running *self, PyObject *args) {
+    pc_engine_object *engine = self->collectives->engine;
+    struct pc_turn turn;
+    PyObject *plan;
+    int keeps;
+    if (!PyArg_ParseTuple(args, "O!p", pc_plan_type, &plan, &keeps))
+        return NULL;
+    if (((pc_plan *)plan)->way.table.num_chunks != (uint32_t)self->collectives->size ||
+        ((pc_plan *)plan)->way.has_external || self->second != NULL) {
+        PyErr_SetString(PyExc_ValueError, "that is no plan of a second round");
+        return NULL;
+    }
+    self->second = (pc_plan *)Py_NewRef(plan);
+    if (pc_engine_take(engine, &turn)) {
+        if (keeps && self->blocks != NULL)
+            pc_plan_keep_second(self->plan, self->blocks->longest, plan);
+        pc_collective_go_on(self, self->second);
+    }
+    pc_engine_give(engine, &turn);
+    pc_engine_let_go(engine);
+    Py_RETURN_NONE;
+}
+
 static PyObject *collective_expect(struct pc_running *self, PyObject *plan) {
     if (pc_collectives_expect(self->collectives, self, plan) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
 
-/* (kind, root, place) */
+/* (kind, root, place, whether a second round is left) */
 static PyObject *collective_call(struct pc_running *self, void *Py_UNUSED(unused)) {
-    return Py_BuildValue("iiO", self->kind, self->root, self->x != NULL ? self->x : Py_None);
+    return Py_BuildValue("iiOO", self->kind, self->root, self->x != NULL ? self->x : Py_None,
+                         self->blocks != NULL && self->blocks->has_second ? Py_True : Py_False);
 }
 
 static void collective_dealloc(struct pc_running *self) {
@@ -150,6 +176,7 @@ static void collective_dealloc(struct pc_running *self) {
     Py_XDECREF(self->source_keeper);
     Py_XDECREF(self->target_keeper);
     Py_XDECREF((PyObject *)self->plan);
+    Py_XDECREF((PyObject *)self->second);
     Py_XDECREF((PyObject *)self->collectives);
     pc_free(self);
 }
@@ -159,7 +186,10 @@ static PyMethodDef collective_methods[] = {
      "World ranks that must be in the call before it ends."},
     {"_take_held", (PyCFunction)collective_take_held, METH_NOARGS,
      "What has come and Python must see, if it has not: the root's announcement, or a list of "
-     "blocks; nothing: it does all. Else None."},
+     "blocks; nothing: it does all; a number: so many bytes has the longest block of the second "
+     "round, of which no plan is known. Else None."},
+    {"_go_on", (PyCFunction)collective_go_on, METH_VARARGS,
+     "_go_on(plan, keeps): that is the plan of the second round, also of later ones."},
     {"_settle", (PyCFunction)collective_settle, METH_VARARGS,
      "_settle(result, failed, unfit): what Python went on with is done."},
     {"_expect", (PyCFunction)collective_expect, METH_O,
@@ -173,8 +203,9 @@ static PyGetSetDef collective_values[] = {
      "why it failed.",
      NULL},
     {"_made_by", (getter)collective_call, NULL,
-     "(kind, root, x): what was called; off root of a scatter, `out` for x; of uneven blocks "
-     "(those given, `out`); of objects a tuple of their parts, of a broadcast (parts, x).", NULL},
+     "(kind, root, x, is left): what was called; off root of a scatter, `out` for x; of uneven "
+     "blocks (those given, `out`); of objects a tuple of their parts, of a broadcast (parts, x); "
+     "and whether the second round is left to Python, too.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

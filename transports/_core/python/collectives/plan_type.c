@@ -200,7 +200,17 @@ void pc_compiled_free(struct pc_compiled *compiled) {
     free(compiled->successors);
 }
 
+void pc_plan_keep_second(pc_plan *self, size_t nbytes, PyObject *second) {
+    if (self->second == NULL)
+        self->second = calloc(PC_SECONDS, sizeof *self->second);
+    if (self->second != NULL && self->second[pc_second_at(nbytes)] == NULL)
+        self->second[pc_second_at(nbytes)] = Py_NewRef(second);
+}
+
 static void plan_dealloc(pc_plan *self) {
+    for (unsigned index = 0; self->second != NULL && index < PC_SECONDS; index++)
+        Py_XDECREF(self->second[index]);
+    free(self->second);
     pc_compiled_free(&self->way);
     pc_compiled_free(&self->announced.way);
     free(self->announced.head);
