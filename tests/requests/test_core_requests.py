@@ -202,6 +202,98 @@ ok()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_memory_for_a_message_that_was_taken_back_is_not_that_of_the_next(
+    scripts: Scripts, transport: str
+) -> None:
+    text = """
+x, timeout = np.zeros(100_000, np.int8), 1e-4
+request = comm.irecv(1, 1) if rank == 0 else None
+while True:
+    if rank == 1:
+        try:
+            comm.send(x, 0, 1, timeout=timeout)
+            is_received, timeout = True, timeout * 0.7
+        except pycoll.OperationTimeout:
+            is_received, timeout = False, timeout * 1.4
+        comm.send(is_received, 0, 2)
+    elif comm.recv(1, 2):
+        request.wait()
+        request = comm.irecv(1, 1)
+    has_memory = comm.broadcast(getattr(request, "_array", None) is not None)
+    if has_memory:
+        break  # and its message was taken back
+if rank == 1:
+    comm.send(np.ones(3, [("a", "i4")]), 0, 1)
+else:
+    assert request.wait()["a"].tolist() == [1, 1, 1]
+ok()
+"""
+    scripts(2, text, transport)
+
+
+ALARM = """
+class Alarm(Exception):
+    pass
+
+def handler(number, frame):
+    raise Alarm
+
+def interrupted(*args):
+    if threading.current_thread() is threading.main_thread():
+        np.empty = empty
+        signal.raise_signal(signal.SIGUSR1)
+    return empty(*args)
+
+empty, long = np.empty, ["x" * 100_000]
+cleanup.callback(setattr, np, "empty", empty)
+cleanup.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, handler))
+"""
+"""A handler that raises while memory for a long object is made, when `np.empty = interrupted`."""
+
+
+@pytest.mark.parametrize("call", ["recv", "irecv"])
+def test_a_receive_that_a_signal_handler_ends_leaves_its_message(
+    scripts: Scripts, call: str
+) -> None:
+    text = f"""{ALARM}
+if rank == 1:
+    comm.send(long, 0, 1)
+else:
+    comm.probe(1, 1)
+    np.empty = interrupted
+    error_like(Alarm, "", comm.{call}, 1, 1)
+    assert comm.recv(1, 1, timeout=10 * PATIENCE) == long
+ok()
+"""
+    scripts(2, text, "tcp")
+
+
+def test_a_wait_that_a_signal_handler_ends_leaves_its_message(scripts: Scripts) -> None:
+    text = f"""{ALARM}
+from pycoll._requests.core_requests import CoreRequest
+
+raised = False
+while not comm.broadcast(raised):
+    if rank == 1:
+        comm.recv(0)
+        comm.send(long, 0, 1)
+        continue
+    request = comm.irecv(1, 1)
+    comm.send("now", 1)
+    if isinstance(request, CoreRequest):  # else Python was busy
+        np.empty = interrupted
+    try:
+        request.wait()  # another thread may have made the memory
+    except Alarm:
+        raised = True
+    np.empty = empty
+    assert request.wait(10 * PATIENCE) == long
+ok()
+"""
+    scripts(2, text, "tcp")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("how", ["killed", "exit"])
 def test_who_awaits_a_message_hears_that_its_sender_has_ended(
     job: Jobs, transport: str, how: str

@@ -161,6 +161,8 @@ struct pc_request *pc_request_start(struct pc_request *request, const void *head
     pc_engine_let_go(engine); /* a message to oneself has ended another one, too */
     if (done && pc_request_go_on(request) == 0 && pc_engine_hear(engine) == 0)
         return request;
+    if (done) /* a signal handler has raised: nobody would wait for it */
+        pc_started_give_up((struct pc_started *)request);
     Py_DECREF((PyObject *)request);
     if (!done)
         pc_engine_is_closed();

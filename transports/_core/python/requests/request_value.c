@@ -137,9 +137,16 @@ static int pass_on(struct claim *claim) {
         return -1;
     bool goes_on = pc_engine_take(engine, &turn) && is_mine(claim);
     bool has_message = goes_on && request->receive.state == PC_RECEIVE_HELD;
+    PyObject *stale = NULL; /* memory of a message that was taken back, not the caller's `out` */
+    if (goes_on && request->receive.ask) {
+        stale = request->array;
+        request->array = NULL;
+        request->is_pickled = false;
+    }
     if (has_message)
         (void)pc_item_take_over(handle, &request->receive);
     pc_engine_give(engine, &turn);
+    Py_XDECREF(stale);
     if (goes_on)
         done = PyObject_CallMethod((PyObject *)request, "_take_over", "OK",
                                    has_message ? handle : Py_None,
@@ -147,6 +154,15 @@ static int pass_on(struct claim *claim) {
     Py_DECREF(handle);
     Py_XDECREF(done);
     return done != NULL || !goes_on ? 0 : -1;
+}
+
+/* The message is for whoever comes next: a signal handler has raised. */
+static void put_back(const struct claim *claim) {
+    pc_engine_object *engine = claim->request->messages->engine;
+    struct pc_turn turn;
+    if (pc_engine_take(engine, &turn) && is_mine(claim))
+        pc_request_hold(claim->request);
+    pc_engine_give(engine, &turn);
 }
 
 int pc_request_go_on(struct pc_request *request) {
@@ -161,6 +177,10 @@ int pc_request_go_on(struct pc_request *request) {
     if (mine.number == 0)
         return 0;
     mine.value = new_value(&mine, &mine.into);
+    if (mine.value == NULL && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_MemoryError)) {
+        put_back(&mine);
+        return -1;
+    }
     if (mine.value == NULL) {
         PyErr_Clear(); /* without memory Python fails, too, and says so to who waits */
         return pass_on(&mine);
