@@ -13,6 +13,7 @@ cloudpickle sends with its code. Only load what an authenticated rank has sent: 
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import importlib
 import io
@@ -39,6 +40,10 @@ else:  # for arrays inside an object, and when something may be wrong
     np = LazyModule("numpy")
 
 
+_WRITEABLE, _WRITEABLE_OR_WARNS = 0x400, 0x80000400
+"""Flags of NumPy's; of an array that warns when it is written to `writeable` would warn, too."""
+
+
 def _reduce_other(obj: Any) -> Any:
     """Reduce what the core does not know as an array, or as none."""
     if "numpy" not in sys.modules:
@@ -46,10 +51,12 @@ def _reduce_other(obj: Any) -> Any:
     if type(obj) is np.ndarray and "pycoll._arrays.libraries" not in sys.modules:
         importlib.import_module("pycoll._arrays.libraries")  # makes them known to the core
         return reduce_object(obj)
+    if type(obj) in copyreg.dispatch_table:
+        return NotImplemented
     if (
         type(obj) is np.ndarray
         and not obj.dtype.hasobject
-        and not (obj.flags.writeable and obj.flags.forc)
+        and not (obj.flags.num & _WRITEABLE_OR_WARNS == _WRITEABLE and obj.flags.forc)
     ):
         # pickle would mark the buffer of a read-only array read-only, and copy the elements
         # of a strided one twice; a contiguous copy goes out of band.

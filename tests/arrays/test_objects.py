@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copyreg
 import mmap
 import pickle
 import struct
@@ -206,6 +207,25 @@ def test_a_read_only_array_that_views_another_does_not_change_the_other() -> Non
     view.flags.writeable = False
     assert sent([view])[0].flags.writeable
     assert not view.flags.writeable
+
+
+@pytest.mark.parametrize("dtype", ["f8", "M8[s]"])
+def test_an_array_that_warns_when_it_is_written_to_arrives_writable(dtype: str) -> None:
+    x = np.broadcast_arrays(np.arange(3).astype(dtype), np.zeros((1, 1)))[0]
+    (got,) = sent([x])
+    assert got.flags.writeable
+    assert (got == x).all()
+
+
+@pytest.mark.parametrize("writeable", [True, False])
+def test_a_reducer_of_the_program_is_used(writeable: bool) -> None:
+    x = np.arange(3)
+    x.flags.writeable = writeable
+    copyreg.pickle(np.ndarray, lambda array: (list, (array.tolist(),)))
+    try:
+        assert sent([x]) == [[0, 1, 2]]
+    finally:
+        del copyreg.dispatch_table[np.ndarray]
 
 
 def sparse(nbytes: int) -> mmap.mmap:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pool_scripts import Scripts
 from tiers import sizes
 
 import pycoll
@@ -438,3 +439,19 @@ def test_algorithms_of_an_unknown_collective_are_refused() -> None:
         pycoll.algorithms("all_reduction")
     for name in (*COLLECTIVES, "barrier"):
         assert "linear" in pycoll.algorithms(name)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_what_is_moved_is_named_on_every_rank(scripts: Scripts, transport: str) -> None:
+    text = """
+comm.barrier()
+x = list(np.arange(2.0 * size).reshape(size, 2))
+for name in ("broadcast", "scatter", "scatterv", "ibroadcast", "iscatter", "iscatterv"):
+    call = getattr(comm, name)
+    error_like(TypeError, "missing 1 required positional argument: 'xs?'", call)
+    got = call(x if rank == 0 else None)
+    got = got.wait() if name[0] == "i" else got
+    assert len(got) == 2
+ok()
+"""
+    scripts(2, text, transport)

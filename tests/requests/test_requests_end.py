@@ -403,3 +403,41 @@ ok()
 """,
         transport,
     )
+
+
+def test_what_was_passed_is_let_go_when_its_wait_has_returned(scripts: Scripts) -> None:
+    text = """
+import gc, weakref
+
+def of(name, x):
+    match name:
+        case "all_to_allv": return [x] * size,
+        case "scatter" | "broadcast": return x if rank == 0 else None,
+        case "scatterv": return [x] * size if rank == 0 else None,
+        case "reduce_scatterv": return x, [1] * size
+        case "sendrecv": return x, 1 - rank, 1 - rank
+    return x,
+
+names = (
+    "broadcast reduce all_reduce gather all_gather scatter reduce_scatter all_to_all scan exscan "
+    "gatherv all_gatherv scatterv all_to_allv reduce_scatterv sendrecv"
+).split()
+comm.barrier()
+gc.collect()
+cleanup.callback(gc.enable)
+gc.disable()  # a cycle would keep it
+for name in names:
+    for turn in range(20):
+        x = np.ones((size, 3))
+        alive = weakref.ref(x)
+        repeated = getattr(comm.persistent, name)(*of(name, x))
+        for _ in range(2):
+            repeated.start()
+            repeated.wait()
+        getattr(comm, "i" + name)(*of(name, x)).wait()
+        getattr(comm, name)(*of(name, x))
+        del x, repeated
+        assert alive() is None, (name, turn)
+ok()
+"""
+    scripts(2, text)

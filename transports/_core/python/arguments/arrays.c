@@ -5,6 +5,7 @@
 #define C_CONTIGUOUS 0x0001
 #define ALIGNED 0x0100
 #define WRITEABLE 0x0400
+#define WARN_ON_WRITE 0x80000000u
 
 struct array_fields { /* the beginning of NumPy's PyArrayObject */
     PyObject_HEAD
@@ -56,6 +57,10 @@ int pc_array_view(PyObject *x, struct pc_array *view) {
     view->dtype = dtypes[index].code;
     view->writeable = (array->flags & WRITEABLE) != 0;
     return 1;
+}
+
+bool pc_array_warns(PyObject *x) {
+    return (((const struct array_fields *)x)->flags & WARN_ON_WRITE) != 0;
 }
 
 bool pc_is_no_array(PyObject *x) { return ndarray != NULL && !PyObject_TypeCheck(x, ndarray); }

@@ -31,6 +31,9 @@ struct pc_array {
 /* 1: x is a C-contiguous, aligned numpy.ndarray (no subclass) of a dtype that reduces; else 0, no
    exception. */
 int pc_array_view(PyObject *x, struct pc_array *view);
+/* Whether such an array, of which a view was made, says so when it is written to: its buffer is
+   read-only, as of what `numpy.broadcast_arrays` returns. */
+bool pc_array_warns(PyObject *x);
 /* Whether x is certainly no array of NumPy's, nor of a subclass. */
 bool pc_is_no_array(PyObject *x);
 /* A new uninitialized array, or NULL with an exception: like x, with `extra` in front of its shape

@@ -20,6 +20,7 @@ const struct pc_pickle *pc_pickle(void) {
         .loads = PyObject_GetAttrString(module, "loads"),
         .buffer = PyObject_GetAttrString(module, "PickleBuffer"),
         .error = PyObject_GetAttrString(module, "UnpicklingError"),
+        .reducers = PyObject_GetAttrString(module, "dispatch_table"),
         .protocol = PyLong_FromLong(5),
     };
     Py_DECREF(module);
@@ -116,11 +117,14 @@ PyObject *pc_reduce_object_py(PyObject *Py_UNUSED(module), PyObject *x) {
     struct pc_array array;
     if (pickle == NULL)
         return NULL;
-    if (!pc_array_view(x, &array) || !array.writeable || type_names[array.dtype] == NULL) {
+    if (!pc_array_view(x, &array) || !array.writeable || pc_array_warns(x) ||
+        type_names[array.dtype] == NULL) {
         if (pc_is_no_array(x))
             return Py_NewRef(Py_NotImplemented);
         return PyObject_CallFunctionObjArgs(reduce_other, x, NULL);
     }
+    if (PyDict_GetItem(pickle->reducers, (PyObject *)Py_TYPE(x)) != NULL)
+        return Py_NewRef(Py_NotImplemented);
     PyObject *buffer = PyObject_CallFunctionObjArgs(pickle->buffer, x, NULL);
     PyObject *shape = buffer != NULL ? PyTuple_New(array.ndim) : NULL;
     for (int axis = 0; shape != NULL && axis < array.ndim; axis++)

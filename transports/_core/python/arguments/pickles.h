@@ -14,6 +14,7 @@
 /* What is used of Python's module `pickle`; NULL with an exception. */
 struct pc_pickle {
     PyObject *dumps, *loads, *buffer, *error;
+    PyObject *reducers; /* the program's own, by type: `copyreg.dispatch_table` */
     PyObject *protocol; /* 5; NULL: the module was not imported yet */
 };
 const struct pc_pickle *pc_pickle(void);

@@ -43,6 +43,7 @@ static PyObject *made_of(struct pc_running *self) {
 
 static PyObject *result_of(struct pc_started *started) {
     struct pc_running *self = (struct pc_running *)started;
+    pc_engine_let_go(self->collectives->engine); /* another thread may have ended it */
     if (PC_UNLIKELY(self->pipeline.status != 0 || !pc_op_is_done(&self->op)))
         return PyObject_CallMethod((PyObject *)self, "_failed", NULL);
     self->collected = 1;

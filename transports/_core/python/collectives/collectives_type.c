@@ -208,8 +208,6 @@ static struct pc_running *begin_announced(pc_collectives *self, struct plan_key 
             return NULL;
         }
         name_array(key, &out);
-    } else if (key->kind == PC_BROADCAST && values[X] == NULL) {
-        return NULL;
     }
     bool is_new = is_none(place);
     PyObject *plan = plan_of(self, key, values, !is_new ? place : Py_None);
@@ -238,7 +236,7 @@ static bool find_value(pc_collectives *self, struct plan_key *key, PyObject **va
     int kind = key->kind;
     bool reduces = pc_reduces(kind);
     bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL || kind == PC_SCATTER;
-    if (values[X] == NULL || !value_of(kind, key->op, values[X], x))
+    if (!value_of(kind, key->op, values[X], x))
         return false;
     if (x->ndim > PC_PLAN_DIMS || (reduces && pc_reduce_find(key->op, x->dtype) == NULL) ||
         (splits && (x->ndim == 0 || x->dims[0] != self->size)) ||
@@ -392,7 +390,9 @@ static inline PyObject *collective(pc_collectives *self, const char *name, int k
     PyObject *values[ARGUMENTS] = {NULL}, *result = NULL;
     pc_comm *comm = is_blocking && self->allowed >> kind & 1 ? self->comm : NULL;
     bool goes_on = false;
-    if (parse(parameters[kind], args, count, keywords, values)) {
+    int needed = parameters[kind][0]; /* what to move; a barrier has nothing */
+    if (parse(parameters[kind], args, count, keywords, values) &&
+        (kind == PC_BARRIER || PC_LIKELY(values[needed] != NULL))) {
         if (PC_LIKELY(pc_may_share(comm)) && is_none(values[ALGORITHM])) {
             result = pc_shared_run(comm, kind, values);
             goes_on = comm->heard;

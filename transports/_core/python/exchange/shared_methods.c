@@ -229,7 +229,7 @@ PC_HOT PyObject *pc_shared_run(pc_comm *comm, int kind, PyObject **values) {
         int status = pc_exchange_run(&call);
         return pc_call_end_with(&call, status, Py_None);
     }
-    if (root < 0 || values[X] == NULL)
+    if (root < 0)
         return NULL;
     if (kind == PC_SCATTER && comm->rank == root && is_none(values[OUT]) &&
         (PyList_CheckExact(values[X]) || PyTuple_CheckExact(values[X])))

@@ -51,7 +51,7 @@ PyObject *pc_shared_reduce_scatterv(pc_comm *comm, PyObject **values) {
     size_t begins[comm->size + 1];
     struct pc_array x = {0};
     int op = find_op(values[OP]);
-    if (values[X] == NULL || values[COUNTS] == NULL || op < 0 || !pc_array_view(values[X], &x) ||
+    if (values[COUNTS] == NULL || op < 0 || !pc_array_view(values[X], &x) ||
         pc_reduce_find(op, x.dtype) == NULL || x.ndim == 0 || x.ndim > PC_MAX_DIMS ||
         !read_counts(values[COUNTS], comm->size, (size_t)x.dims[0], begins))
         return NULL;

@@ -141,7 +141,7 @@ PyObject *pc_shared_uneven(pc_comm *comm, int method, PyObject **values) {
     PyObject *kept = NULL, *result = NULL;
     if (root >= 0 && comm->direct && !pc_uneven_has_long_rows(&call) &&
         pc_timeout(values[TIMEOUT], comm->op_timeout_ns, &deadline.timeout_ns) &&
-        (!gives || (x != NULL && view_given(&call, x, &kept))) &&
+        (!gives || view_given(&call, x, &kept)) &&
         (out == NULL || (pc_target_of(out, &whole) && may_be_out(&call, &whole) &&
                          pc_tell_written(&whole, out) == 0))) {
         pc_claim(comm, deadline); /* no other thread comes in between the rounds */

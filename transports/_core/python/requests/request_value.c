@@ -275,6 +275,7 @@ static PyObject *found(struct pc_request *request) {
 }
 
 PyObject *pc_request_result(struct pc_request *request) {
+    pc_engine_let_go(request->messages->engine); /* another thread may have ended it */
     if (PC_UNLIKELY(request->status != 0 || request->cancelled)) /* Python says why it failed */
         return PyObject_CallMethod((PyObject *)request, "_failed", NULL);
     request->collected = 1;
