@@ -67,7 +67,6 @@ _OBJECTS = "gather", "all_gather", "all_to_all"
 
 MOST_DIMS = 6
 """As of _core/python/collectives/collective.h."""
-
 MOST_HEAD_NBYTES = 4096
 """Of an announcement, without a value or lengths."""
 
@@ -126,7 +125,7 @@ class CoreCollective(Collective, CoreStarted, shown_as="Request"):
             steps, result = self._rest(call.text, came)
         except Exception as exc:  # `out` has changed meanwhile
             self._why = exc
-            self._settle(None, True, False)
+            self._settle(None, True, False, False)
             return
         conclusion = partial(conclude, engine, result)
         self._by_python = engine.start(call, steps, conclusion, collective=False)
@@ -153,7 +152,8 @@ class CoreCollective(Collective, CoreStarted, shown_as="Request"):
         return take(group, begun, root, announcement, given)
 
     def _taken(self, task: Started) -> None:
-        self._settle(task.result, task.error is not None, task.unfit is not None)
+        later = isinstance(task.result, partial)
+        self._settle(task.result, task.error is not None, task.unfit is not None, later)
 
     def _fail(self) -> None:
         """Called when it has failed, before anybody else does."""
@@ -293,11 +293,9 @@ class CompiledPlans:
             return CompiledPlan(group.size, 0, [], [], text, core_runs.NO_REDUCTION, 1, 1, steps)
         if name == "broadcast":
             came = rooted.of_broadcast(group, message_steps.Outgoing(x), algorithm)
-        elif is_root:
-            block = conversion.Value(value.array[0], value.dtype, value.kind)
-            came = rooted.of_block(group, block, algorithm)
         else:
-            came = rooted.of_block(group, value, algorithm)
+            row = conversion.Value(value.array[0], value.dtype, value.kind) if is_root else value
+            came = rooted.of_block(group, row, algorithm)
         source, target = value if is_root else None, conversion.wrap(result)
         return self._by_announcement(name, text, root, came, source, target)
 
@@ -326,9 +324,8 @@ class CompiledPlans:
         views: list[Parts] | None = None
         if name == "broadcast":
             parts = (conversion.as_bytes(source.array),) if source is not None else None
-            bound = rooted.bind_broadcast(
-                group, root, came, parts, into if source is None else None
-            )
+            to = into if source is None else None
+            bound = rooted.bind_broadcast(group, root, came, parts, to)
         else:
             if source is not None:
                 views = [(row,) for row in collectives.rows(source.array)]
@@ -357,6 +354,11 @@ class CompiledPlans:
         return rooted.INLINE_NBYTES + MOST_HEAD_NBYTES + 8 * self._group.size + len(head)
 
 
+def _later(result: ResultOf) -> ResultOf:
+    """Have an object made when somebody asks for it: loading it may run anything."""
+    return lambda got, late: partial(result, got, late)
+
+
 Taking = tuple[CallSteps, ResultOf]
 """What is left of an announced call, and what its caller gets of the result."""
 
@@ -366,7 +368,7 @@ def _broadcast(
 ) -> Taking:
     mine, gpu = arguments.fillable(place), conversion.here()
     steps = rooted.take_broadcast(group, call, root, announcement, mine, gpu)
-    return steps, rooted.broadcasted
+    return steps, _later(rooted.broadcasted) if announcement.is_object else rooted.broadcasted
 
 
 def _scatter(
@@ -374,17 +376,17 @@ def _scatter(
 ) -> Taking:
     out, gpu = arguments.fillable_out(place), conversion.here()
     steps = rooted.take_scatter(group, call, root, announcement, None, gpu, out)
-    return steps, partial(rooted_plans.scattered, place, out)
+    result = partial(rooted_plans.scattered, place, out)
+    return steps, _later(result) if announcement.is_object and out is None else result
 
 
 def _long_objects(group: Group, call: Numbered, name: str, root: int, given: Any) -> Taking:
     """Send pickled objects, on the root, of which not even the announcement was sent."""
     if name == "broadcast":
         parts, x = given
-        steps = rooted.broadcast_object(group, call, root, parts)
-        return steps, lambda got, late: x
-    steps = rooted.scatter(group, call, given, None, root)
-    return steps, partial(rooted_plans.scattered, None, None)
+        return rooted.broadcast_object(group, call, root, parts), _later(lambda *_: x)
+    result = _later(partial(rooted_plans.scattered, None, None))
+    return rooted.scatter(group, call, given, None, root), result
 
 
 def _blocks(
@@ -412,9 +414,7 @@ def _is_on_gpu(bound: Bound) -> bool:
 
 def _elements(x: Any) -> Any:
     """Return an array of any library as NumPy's; None is none."""
-    if x is None:  # of a barrier, which need not wait for NumPy
-        return None
-    value = conversion.wrap(x)
+    value = conversion.wrap(x) if x is not None else None  # a barrier imports no NumPy
     return value.array if value is not None else None
 
 

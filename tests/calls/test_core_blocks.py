@@ -213,6 +213,45 @@ ok()
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
+@pytest.mark.parametrize("length", [0, 100_000])
+def test_loading_may_make_calls_of_its_own(scripts: Scripts, transport: str, length: int) -> None:
+    text = """
+from pycoll._requests.core_collectives import CoreCollective
+
+other = comm.dup()
+is_core = False
+while not comm.all_reduce(is_core, "land"):  # Python is busy yet
+    request = other.ibarrier()
+    is_core = isinstance(request, CoreCollective)
+    request.wait()
+
+class Asks:
+    def __init__(self):
+        self.text = "x" * LENGTH
+    def __setstate__(self, state):
+        self.text, self.sum = state["text"], other.iall_reduce(rank + 1).wait()
+sent = Asks()
+for start in (
+    lambda: comm.iall_gather(sent),
+    lambda: comm.iall_to_all([sent] * size),
+    lambda: comm.ibroadcast(sent if rank == 0 else None),
+    lambda: comm.iscatter([sent] * size if rank == 0 else None),
+):
+    request = start()
+    comm.barrier()
+    got = request.wait()
+    if "broadcast" in repr(request) and rank == 0:
+        other.iall_reduce(rank + 1).wait()  # the root loads nothing
+        assert got is sent
+        continue
+    for each in got if type(got) is list else [got]:
+        assert (each.text, each.sum) == (sent.text, size * (size + 1) // 2)
+ok()
+"""
+    scripts(2, text.replace("LENGTH", str(length)), transport)
+
+
+@pytest.mark.parametrize("transport", IN_CORE)
 def test_a_result_is_made_once_and_of_what_was_given(scripts: Scripts, transport: str) -> None:
     text = """
 x, row, thing = np.arange(3.0) + rank, [np.ones(2), np.ones(3)], {"a": [rank]}

@@ -147,7 +147,8 @@ struct pc_running {
     size_t announcement_nbytes;
     struct pc_chunk_place announcement_place;
     struct pc_blocks *blocks; /* or NULL */
-    bool is_raw; /* the result must be made of what has come: `blocks`, or the announcement */
+    bool is_raw; /* the result must be made of what has come: `blocks`, or the announcement; */
+    bool is_settled; /* or by `result`, a function of Python's that went on with the call */
     /* Python must see what has come so far; */
     bool is_held;
     bool is_left; /* nothing has: it does all */

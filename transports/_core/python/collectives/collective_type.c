@@ -27,10 +27,15 @@ static PyObject *int_of(const struct pc_running *self) {
 /* The result, made of what has come, once: making it may run anything. */
 static PyObject *made_of(struct pc_running *self) {
     const pc_collectives *collectives = self->collectives;
-    PyObject *made = self->blocks != NULL
-                         ? pc_blocks_result(collectives, self->blocks, self->kind)
-                         : pc_announced_object(collectives, self->kind, self->announcement,
-                                               self->announcement_nbytes);
+    PyObject *made, *maker = self->is_settled ? Py_NewRef(self->result) : NULL;
+    if (maker != NULL)
+        made = PyObject_CallNoArgs(maker);
+    else if (self->blocks != NULL)
+        made = pc_blocks_result(collectives, self->blocks, self->kind);
+    else
+        made = pc_announced_object(collectives, self->kind, self->announcement,
+                                   self->announcement_nbytes);
+    Py_XDECREF(maker);
     if (made != NULL && self->is_raw) { /* else another thread was quicker */
         PyObject *before = self->result;
         self->is_raw = false;
@@ -118,11 +123,11 @@ static PyObject *collective_settle(struct pc_running *self, PyObject *args) {
     pc_engine_object *engine = self->collectives->engine;
     struct pc_turn turn;
     PyObject *result, *before = self->result;
-    int failed, unfit;
-    if (!PyArg_ParseTuple(args, "Opp", &result, &failed, &unfit))
+    int failed, unfit, later;
+    if (!PyArg_ParseTuple(args, "Oppp", &result, &failed, &unfit, &later))
         return NULL;
     self->result = Py_NewRef(result);
-    self->is_raw = false;
+    self->is_raw = self->is_settled = later;
     Py_XDECREF(before);
     if (pc_engine_take(engine, &turn))
         pc_collective_settle(self, failed ? PC_FAILED_IN_PYTHON : unfit ? PC_UNFIT : 0);
@@ -192,7 +197,8 @@ static PyMethodDef collective_methods[] = {
     {"_go_on", (PyCFunction)collective_go_on, METH_VARARGS,
      "_go_on(plan, keeps): that is the plan of the second round, also of later ones."},
     {"_settle", (PyCFunction)collective_settle, METH_VARARGS,
-     "_settle(result, failed, unfit): what Python went on with is done."},
+     "_settle(result, failed, unfit, later): what Python went on with is done; `later`: calling "
+     "`result` gives it."},
     {"_expect", (PyCFunction)collective_expect, METH_O,
      "_expect(plan): calls like this one may go by that."},
     {NULL, NULL, 0, NULL},
