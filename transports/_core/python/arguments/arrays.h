@@ -32,7 +32,7 @@ struct pc_array {
    exception. */
 int pc_array_view(PyObject *x, struct pc_array *view);
 /* Whether such an array, of which a view was made, says so when it is written to: its buffer is
-   read-only, as of what `numpy.broadcast_arrays` returns. */
+   read-only, as of what broadcast_arrays of NumPy returns. */
 bool pc_array_warns(PyObject *x);
 /* Whether x is certainly no array of NumPy's, nor of a subclass. */
 bool pc_is_no_array(PyObject *x);
