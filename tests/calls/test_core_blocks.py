@@ -111,6 +111,17 @@ for name, args in made.items():
         goes_without_python(lambda: method(*args))
 for method in calls_of("scatterv"):
     goes_without_python(lambda: method([mine[0]] * 2 if rank == 0 else None, 0, whole[:3]))
+places, far = [whole[:3], None], [None, np.empty(3000)]
+made = {{
+    "gatherv": [mine[0], 0, places],
+    "all_gatherv": [mine[0], places],
+    "all_to_allv": [[mine[0]] * 2, tuple(places)],
+}}
+for name, args in made.items():
+    for method in calls_of(name):
+        goes_without_python(lambda: method(*args))
+for method in calls_of("all_gatherv"):
+    goes_without_python(lambda: method(large, far))
 ok()
 """
     scripts(2, text, transport)
@@ -303,6 +314,19 @@ for length in (5, 4, 6):
         assert request.wait().tolist() == [1, 1, 1]
     else:
         error_like(ValueError, "out", request.wait)
+for places in ([], [None], [None] * 3, [np.empty(2), x], [np.empty(3), np.empty(2)], [x, "no"]):
+    error_of(comm.iall_gatherv, x, places)  # nothing was sent
+    error_of(comm.iscatterv, [x] * 2 if rank == 0 else None, 0, places)
+for far in (False, True):
+    length = 9000 if far else 3
+    places = [None, np.empty(length)] if rank else [np.empty(length), np.empty(length - 1)]
+    for call in (comm.iall_gatherv, lambda x, out: comm.iall_to_allv([x] * 2, out)):
+        request = call(np.full(length, 1.0 * rank), places)
+        if rank == 0:
+            error_like(ValueError, "out.1. is float64", request.wait)
+        else:
+            got = request.wait()
+            assert got[1] is places[1] and (got[1] == 1).all() and (got[0] == 0).all()
 for few, who in ((3, 0), (3, 1), (900, 0), (900, 1), (900, 2)):
     for more in (-1, 0, 1):  # some come in the second round, to `out` or not
         more *= who in (2, rank)

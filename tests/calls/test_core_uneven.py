@@ -72,6 +72,22 @@ def check_out(turn, scale):
     same(got, gathered) if rank == root else None
     row = [part(rank, receiver) for receiver in everyone]
     column = [part(sender, rank) for sender in everyone]
+
+    def places(blocks):
+        "Arrays for some of them, as a list or a tuple."
+        made = [np.empty_like(each) for each in blocks]
+        made[(turn + rank) % size] = None
+        return tuple(made) if turn % 2 else made
+
+    for blocks, call in (
+        (gathered, lambda out: comm.all_gatherv(part(rank, 0), out)),
+        (gathered, lambda out: comm.gatherv(part(rank, 0), root, out if rank == root else None)),
+        (column, lambda out: comm.all_to_allv(row, out)),
+    ):
+        out = places(blocks)
+        if (got := call(out)) is not None:
+            same(got, blocks)
+            assert all(each is mine for each, mine in zip(got, out) if mine is not None)
     whole = np.empty((sum(map(len, column)), 3), row[0].dtype)
     same(comm.all_to_allv(row, out=whole), column)
     assert (whole == np.concatenate(column)).all()

@@ -172,16 +172,18 @@ static void place_all(struct given *given, int rank, int size, size_t count) {
     }
 }
 
-/* Whether a block can stand in `out` from a row on. */
-static bool fits(const struct pc_blocks *blocks, const struct pc_described *block, intptr_t row) {
-    int ndim = blocks->into_ndim;
-    if (block->dtype != blocks->into_dtype || block->ndim != ndim)
+/* Whether a block can stand in `out`, of rows from one on. */
+static bool fits(const struct pc_blocks *blocks, const struct pc_described *block, int index,
+                 intptr_t row) {
+    const struct pc_out *out = &blocks->out[blocks->are_rows ? 0 : index];
+    if (out->object == NULL)
+        return true;
+    if (block->dtype != out->dtype || block->ndim != out->ndim)
         return false;
-    for (int axis = 1; axis < ndim; axis++)
-        if (block->dims[axis] != blocks->into_dims[axis])
+    for (int axis = blocks->are_rows; axis < out->ndim; axis++)
+        if (block->dims[axis] != out->dims[axis])
             return false;
-    return blocks->is_one ? block->dims[0] == blocks->into_dims[0]
-                          : block->dims[0] <= blocks->into_dims[0] - row;
+    return !blocks->are_rows || block->dims[0] <= out->dims[0] - row;
 }
 
 /* This rank's own, as it was described. */
@@ -192,38 +194,55 @@ static bool read_own(const struct pc_blocks *blocks, struct pc_described *block)
     return pc_read_description(head + 4, length, block);
 }
 
-/* Look at `out`. False: leave it to Python. */
+/* Look at an array of `out`. False: leave it to Python. */
+static bool view_item(struct given *given, struct pc_out *out, PyObject *item, size_t count) {
+    struct pc_blocks *blocks = given->blocks;
+    struct pc_array array;
+    if (!pc_target_of(item, &array))
+        return false;
+    bool may_be = array.ndim <= PC_MOST_BLOCK_DIMS && (!blocks->are_rows || array.ndim > 0) &&
+                  (count == 0 || array.dtype == blocks->dtype);
+    for (size_t index = 0; may_be && index < count; index++) {
+        const struct iovec *sent = &blocks->parts[2 * index + 1];
+        const char *a = sent->iov_base, *b = array.data;
+        may_be = a + sent->iov_len <= b || b + array.nbytes <= a;
+    }
+    PyObject *keeper = may_be && pc_tell_written(&array, item) == 0
+                           ? pc_memory_keeper(&array, item, given->is_blocking)
+                           : NULL;
+    bool is_kept = keeper != NULL && PyList_Append(given->kept, keeper) == 0;
+    if (is_kept) {
+        *out = (struct pc_out){.object = Py_NewRef(item),
+                               .start = array.data,
+                               .nbytes = array.nbytes,
+                               .dtype = array.dtype,
+                               .ndim = array.ndim};
+        memcpy(out->dims, array.dims, (size_t)array.ndim * sizeof *array.dims);
+    }
+    Py_XDECREF(keeper);
+    pc_memory_release(&array);
+    return is_kept;
+}
+
+/* Look at `out`, an array or a tuple. False, perhaps with an exception: leave it to Python. */
 static bool view_out(struct given *given, PyObject *out, size_t count) {
     struct pc_blocks *blocks = given->blocks;
     struct pc_described own;
-    struct pc_array whole;
-    if (!pc_target_of(out, &whole))
+    bool is_one = given->kind == PC_SCATTERV, are_several = PyTuple_CheckExact(out);
+    bool is_well = true;
+    if (are_several && (is_one || PyTuple_Size(out) != blocks->count))
         return false;
-    bool may_be = whole.ndim > 0 && whole.ndim <= PC_MOST_BLOCK_DIMS &&
-                  (count == 0 || whole.dtype == blocks->dtype);
-    for (size_t index = 0; may_be && index < count; index++) {
-        const struct iovec *sent = &blocks->parts[2 * index + 1];
-        const char *a = sent->iov_base, *b = whole.data;
-        may_be = a + sent->iov_len <= b || b + whole.nbytes <= a;
-    }
-    if (may_be) {
-        blocks->into = whole.data;
-        blocks->into_nbytes = whole.nbytes;
-        blocks->into_dtype = whole.dtype;
-        blocks->into_ndim = whole.ndim;
-        memcpy(blocks->into_dims, whole.dims, (size_t)whole.ndim * sizeof *whole.dims);
-        may_be = blocks->own_at < 0 || (read_own(blocks, &own) && fits(blocks, &own, 0));
-    }
+    blocks->are_rows = !is_one && !are_several;
+    blocks->out = calloc((size_t)blocks->count, sizeof *blocks->out);
     blocks->ends = calloc((size_t)blocks->count + 1, sizeof *blocks->ends);
-    PyObject *keeper = may_be && blocks->ends != NULL && pc_tell_written(&whole, out) == 0
-                           ? pc_memory_keeper(&whole, out, given->is_blocking)
-                           : NULL;
-    bool is_kept = keeper != NULL && PyList_Append(given->kept, keeper) == 0;
-    Py_XDECREF(keeper);
-    pc_memory_release(&whole);
-    if (is_kept)
-        blocks->out = Py_NewRef(out);
-    return is_kept;
+    if (blocks->out == NULL || blocks->ends == NULL)
+        return false;
+    for (int index = 0; is_well && index < (are_several ? blocks->count : 1); index++) {
+        PyObject *item = are_several ? PyTuple_GetItem(out, index) : out;
+        is_well = item == Py_None || view_item(given, &blocks->out[index], item, count);
+    }
+    return is_well && (blocks->own_at < 0 ||
+                       (read_own(blocks, &own) && fits(blocks, &own, blocks->own_at, 0)));
 }
 
 /* Of a call in which it gives so many, in so many parts. NULL with an exception. */
@@ -238,7 +257,6 @@ static struct pc_blocks *new_blocks(const pc_collectives *self, int kind, bool i
     blocks->num_chunks = (uint32_t)self->size * (is_all_to_all(kind) ? 2 : 1);
     blocks->first = is_all_to_all(kind) ? self->size : scatters ? self->rank : 0;
     blocks->count = !takes ? 0 : scatters ? 1 : self->size;
-    blocks->is_one = scatters;
     blocks->has_second = has_two_rounds(kind);
     blocks->own_given = kind == PC_SCATTERV || is_all_to_all(kind) ? self->rank : 0;
     blocks->own_at = !takes || (scatters && !is_root) ? -1 : scatters ? 0 : self->rank;
@@ -257,8 +275,13 @@ static struct pc_blocks *new_blocks(const pc_collectives *self, int kind, bool i
 static bool add_all(struct given *given, const pc_collectives *self, PyObject *blocks,
                     PyObject *out) {
     size_t count = (size_t)PyTuple_Size(blocks);
-    bool keeps_any = given->blocks->own_at >= 0 && !pc_is_announced(given->kind) && out == NULL;
-    bool is_well = true;
+    int own_at = given->blocks->own_at;
+    bool is_well = true, keeps_any = own_at >= 0 && !pc_is_announced(given->kind);
+    if (out != NULL && PyTuple_CheckExact(out)) /* perhaps too short */
+        keeps_any = keeps_any && own_at < PyTuple_Size(out) &&
+                    PyTuple_GetItem(out, own_at) == Py_None;
+    else
+        keeps_any = keeps_any && out == NULL;
     for (size_t index = 0; is_well && index < count; index++) {
         PyObject *block = PyTuple_GetItem(blocks, (Py_ssize_t)index);
         bool keeps = keeps_any && (is_of_one(given->kind) || (int)index == self->rank);
@@ -289,12 +312,15 @@ struct pc_blocks *pc_blocks_of(const pc_collectives *self, int kind, int root, P
                           PyMem_Calloc(count + 1, sizeof(struct span))};
     if (given.spans == NULL && !PyErr_Occurred())
         PyErr_NoMemory();
-    if (PyErr_Occurred() || !add_all(&given, self, items, out)) {
+    bool is_list = out != NULL && PyList_CheckExact(out); /* which may change meanwhile */
+    PyObject *places = is_list ? PyList_AsTuple(out) : Py_XNewRef(out);
+    if (PyErr_Occurred() || !add_all(&given, self, items, places)) {
         pc_blocks_free(given.blocks, self->engine);
         given.blocks = NULL;
         Py_CLEAR(items);
         Py_CLEAR(given.kept);
     }
+    Py_XDECREF(places);
     *for_python = items;
     *kept = given.kept;
     PyMem_Free(given.spans);
@@ -308,7 +334,9 @@ void pc_blocks_free(struct pc_blocks *blocks, pc_engine_object *engine) {
         pc_memory_let_go(engine, blocks->grown[chunk].memory);
     Py_XDECREF(blocks->own);
     Py_XDECREF(blocks->came);
-    Py_XDECREF(blocks->out);
+    for (int index = 0; blocks->out != NULL && index < blocks->count; index++)
+        Py_XDECREF(blocks->out[index].object);
+    free(blocks->out);
     free(blocks->ends);
     free(blocks->places);
     free(blocks->grown);
@@ -355,20 +383,24 @@ static bool all_fit(struct pc_blocks *blocks) {
         const struct pc_grown *came = &blocks->grown[blocks->first + index];
         if (!(index == blocks->own_at ? read_own(blocks, &said)
                                       : read_head(came, &said, &start)) ||
-            !fits(blocks, &said, row))
+            !fits(blocks, &said, index, row))
             return false;
-        blocks->ends[index] = row += said.dims[0];
+        if (blocks->are_rows)
+            blocks->ends[index] = row += said.dims[0];
     }
-    return blocks->count == 0 || row == blocks->into_dims[0];
+    return !blocks->are_rows || row == blocks->out->dims[0];
 }
 
-/* Its place in `out`. */
+/* Its place in `out`; NULL: it has none. */
 static unsigned char *place_in_out(const struct pc_blocks *blocks, int index, size_t *nbytes) {
-    size_t rows = (size_t)blocks->into_dims[0];
-    size_t row_nbytes = rows > 0 ? blocks->into_nbytes / rows : 0;
+    const struct pc_out *out = &blocks->out[blocks->are_rows ? 0 : index];
+    *nbytes = out->nbytes;
+    if (!blocks->are_rows)
+        return out->start;
+    size_t row_nbytes = out->dims[0] > 0 ? out->nbytes / (size_t)out->dims[0] : 0;
     intptr_t begin = index > 0 ? blocks->ends[index - 1] : 0;
     *nbytes = (size_t)(blocks->ends[index] - begin) * row_nbytes;
-    return blocks->into + (size_t)begin * row_nbytes;
+    return out->start + (size_t)begin * row_nbytes;
 }
 
 /* Copy to `out` what is not there. */
@@ -378,6 +410,8 @@ static void fill(const struct pc_blocks *blocks) {
     for (int index = 0; index < blocks->count; index++) {
         const struct pc_grown *came = &blocks->grown[blocks->first + index];
         unsigned char *to = place_in_out(blocks, index, &nbytes);
+        if (to == NULL)
+            continue;
         if (index == blocks->own_at)
             pc_copy(to, blocks->parts[2 * blocks->own_given + 1].iov_base, nbytes);
         else if (read_block(came, &said, &start))
@@ -427,8 +461,9 @@ static bool place_left(struct pc_blocks *blocks, struct pc_engine *engine, int i
     struct pc_chunk_place *place = &blocks->places[index];
     struct pc_grown *came = &blocks->grown[index];
     size_t head_nbytes = blocks->are_objects ? 0 : came->nbytes, nbytes;
-    if (blocks->is_direct) {
-        place->target = (ptrdiff_t)(uintptr_t)place_in_out(blocks, index, &nbytes);
+    unsigned char *in_out = blocks->is_direct ? place_in_out(blocks, index, &nbytes) : NULL;
+    if (in_out != NULL) {
+        place->target = (ptrdiff_t)(uintptr_t)in_out;
         return true;
     }
     unsigned char *memory = place->nbytes < PTRDIFF_MAX - head_nbytes
@@ -504,11 +539,11 @@ static PyObject *array_of(const pc_collectives *self, PyObject *memory,
 /* One item of the result. */
 static PyObject *item_of(const pc_collectives *self, const struct pc_blocks *blocks,
                          PyObject *came, int index) {
-    if (blocks->out != NULL)
-        return blocks->is_one
-                   ? Py_NewRef(blocks->out)
-                   : PySequence_GetSlice(blocks->out, index > 0 ? blocks->ends[index - 1] : 0,
-                                         blocks->ends[index]);
+    if (blocks->out != NULL && blocks->are_rows)
+        return PySequence_GetSlice(blocks->out->object, index > 0 ? blocks->ends[index - 1] : 0,
+                                   blocks->ends[index]);
+    if (blocks->out != NULL && blocks->out[index].object != NULL)
+        return Py_NewRef(blocks->out[index].object);
     if (index == blocks->own_at)
         return blocks->are_objects ? pc_object_load(Py_NewRef(blocks->own))
                                    : Py_NewRef(blocks->own);

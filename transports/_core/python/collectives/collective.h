@@ -77,6 +77,15 @@ struct pc_plan_entry;
 /* What goes before the elements of a block has at most so many. */
 #define PC_BLOCK_HEAD_NBYTES 320
 
+/* An array of `out`. */
+struct pc_out {
+    PyObject *object; /* NULL: none is given for this block */
+    unsigned char *start;
+    size_t nbytes;
+    int dtype, ndim;
+    intptr_t dims[PC_MOST_BLOCK_DIMS];
+};
+
 /* The blocks of a call of which only their senders know the length (blocks.c). */
 struct pc_blocks {
     bool are_objects;
@@ -94,18 +103,13 @@ struct pc_blocks {
     /* those that this rank gets: from a chunk on so many, of which it has one itself, or -1 */
     int first, count, own_at;
     int own_given; /* which of those given that is */
-    bool is_one;   /* of a scatterv */
     bool is_later;  /* that is too long for the first round */
     PyObject *own;  /* that: an array, or the bytes of an object; NULL: it goes to `out` */
     void *own_start;
-    /* where arrays go, one after the other, or of a scatterv the one; or NULL */
-    PyObject *out;
-    unsigned char *into;
-    size_t into_nbytes;
-    int into_dtype, into_ndim;
-    intptr_t into_dims[PC_MOST_BLOCK_DIMS];
-    intptr_t *ends; /* the row behind each of them, when all are known */
-    bool is_direct; /* the second round goes there */
+    struct pc_out *out; /* where arrays go, by block, or one for all; or NULL */
+    bool are_rows;      /* of that one, in which they stand one after the other */
+    intptr_t *ends;     /* the row behind each of them, when all are known */
+    bool is_direct;     /* the second round goes to `out` */
     PyObject *came; /* the others, as `Memory`, once somebody has asked; then `grown` has none */
 };
 
