@@ -29,7 +29,7 @@ from pycoll._calls.call_plan import ResultOf, Route, conclude
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import SHARED_MEMORY, Group, Numbered
 from pycoll._gpu import staged_run
-from pycoll._requests.core_started import CoreStarted, Owner
+from pycoll._requests.core_started import CoreStarted, CoreTask, Owner
 from pycoll._runtime.envelope import readable
 from pycoll._runtime.task import Call, CallSteps, Started
 from pycoll._support.lazy_import import LazyModule
@@ -103,17 +103,20 @@ class CoreCollective(Collective, CoreStarted, shown_as="Request"):
             if came is not None:
                 self._goes_on(came)
             return
-        by_python = self._by_python
         error = self._error()
-        if by_python is not None and error is by_python.unfit:
-            if self._made is not None:
-                self._made.unfit = by_python.unfit
-                self._made.finish()
-            return
-        if error is not None:
+        if error is not None and error is not self._unfit:
             self._group.engine.break_for(self._call, error)
         if self._made is not None:
-            self._made.finish(error)
+            self._tell(self._made)
+
+    @property
+    def _unfit(self) -> Exception | None:
+        """Why the caller cannot have the result, though the call has not failed."""
+        return self._by_python.unfit if self._by_python is not None else None
+
+    def _tell(self, made: CoreTask) -> None:
+        error, made.unfit = self._error(), self._unfit
+        made.finish(error if error is not made.unfit else None)
 
     def _goes_on(self, came: bytes | list[Memory | None] | int) -> None:
         """Go on with what has come, which the core does not know."""

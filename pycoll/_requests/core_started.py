@@ -115,9 +115,13 @@ class CoreStarted(InCore):
             # Another thread may make one, too, and wait for that.
             made: CoreTask = vars(self).setdefault("_made", CoreTask(self, self._call))
             if not self._from_core._watch() and self.done:  # else this is the child of a fork
-                made.finish(self._error())
+                self._tell(made)
             return made
         return self._made
+
+    def _tell(self, made: CoreTask) -> None:
+        """Finish what others wait for, when this has ended."""
+        made.finish(self._error())
 
     def _started(self) -> CoreTask:  # type: ignore[override]
         return self._task

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from script_jobs import Jobs, all_well
 
-from pycoll._arrays import objects
+from pycoll._arrays import conversion, objects
 from pycoll._transports import _core
 
 
@@ -82,12 +82,20 @@ class Text(str):
 
 PLAIN = [
     *(None, True, -1, 2**100, 1.5, "text", "\udc80", b"bytes", (), [], {}),
-    {"step": 7, ("a", 1): [1.5, None, {"x": b"y"}]},
+    {"step": 7, ("a", 1): [1.5, None, {"x": b"y"}], "loss": np.float32(0.5), "n": np.int64(3)},
     nested(16),
     ["x" * 1000] * 16,
 ]
 NOT_PLAIN = [
-    *(1j, {1}, range(3), Pair(1, 2), Text("t"), collections.OrderedDict(a=1), np.float64(1)),
+    *(
+        1j,
+        {1},
+        range(3),
+        Pair(1, 2),
+        Text("t"),
+        collections.OrderedDict(a=1),
+        np.datetime64(1, "s"),
+    ),
     *({"a": [1, {"b": np.ones(2)}]}, {Text("key"): 1}, [Pair], nested(17), containing_itself()),
     *("x" * 20_000, b"x" * 20_000, ["x" * 1000] * 17, [0] * 1024),
 ]
@@ -95,6 +103,7 @@ NOT_PLAIN = [
 
 @pytest.mark.parametrize("obj", PLAIN)
 def test_small_plain_values_are_pickled_without_a_pickler_of_ours(obj: object) -> None:
+    conversion.wrap(np.ones(1))  # by which the core knows NumPy
     assert _core.plain_object(obj) == with_header(pickle.dumps(obj, 5)).tobytes()
     assert sent(obj) == obj
 

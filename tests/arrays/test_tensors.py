@@ -356,3 +356,53 @@ def test_results_that_nobody_has_are_given_back(ranks: Any, torch: Any) -> None:
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
     ranks(program)
+
+
+@ON_BOTH
+def test_tensors_that_are_not_contiguous_go_through_no_python(ranks: Any, torch: Any) -> None:
+    def program(comm: Any) -> None:
+        import torch
+
+        import pycoll
+
+        def never(*args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("it went through Python")
+
+        other, base = 1 - comm.rank, torch.arange(24.0)
+        cases = {
+            "transposed": base.reshape(4, 6).t(),
+            "columns": base.reshape(4, 6)[:, 1::2],
+            "permuted": base.reshape(2, 3, 4).permute(2, 0, 1),
+            "expanded": torch.ones(1, 3).expand(4, 3),
+            "bfloat16": base.reshape(4, 6).to(torch.bfloat16).t(),
+            "complex": (base * 1j).reshape(4, 6).t(),
+            "a parameter": torch.nn.Parameter(base.reshape(4, 6)).t(),
+        }
+        kept = {}
+        for turn in range(2):  # first calls are prepared in Python
+            for name, x in cases.items():
+                wide = torch.empty((*x.shape, 2), dtype=x.dtype)
+                for out in (None, torch.empty(x.shape, dtype=x.dtype), wide[..., 1]):
+                    got = comm.all_reduce(x, out=out)
+                    assert torch.equal(got, 2 * x), name
+                    assert got is out if out is not None else got.is_contiguous(), name
+                    assert not got.requires_grad
+                assert torch.equal(comm.iall_reduce(x).wait(), 2 * x)
+                assert torch.equal(comm.all_gather(x), torch.stack([x, x]))
+                got = comm.broadcast(x if comm.rank == 0 else wide[..., 0])
+                assert torch.equal(got, x)
+                assert (got is x) == (comm.rank == 0)
+                assert torch.equal(comm.sendrecv(x, other, other), x)
+                comm.send(x, other)
+                assert torch.equal(comm.recv(other), x)
+            names = ("all_reduce", "iall_reduce", "all_gather", "broadcast", "send", "sendrecv")
+            for name in names if turn == 0 else ():
+                kept[name] = getattr(pycoll.Communicator, name)
+                setattr(pycoll.Communicator, name, never)
+        for name, method in kept.items():
+            setattr(pycoll.Communicator, name, method)
+        x = base.reshape(4, 6).t()
+        with pytest.raises(ValueError, match="overlap"):
+            comm.all_reduce(x, out=base.reshape(6, 4))
+
+    ranks(program)

@@ -295,3 +295,25 @@ assert results[1].tolist() == results[2].tolist() == (2 * x).tolist() == out.tol
 ok()
 """
     scripts(2, text, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_result_that_does_not_fit_is_no_failed_call_for_who_waits_late(
+    scripts: Scripts, transport: str
+) -> None:
+    """It may have ended before somebody in Python waits for it."""
+    text = """
+for turn in range(3):
+    if rank == 0:
+        comm.iscatterv([np.arange(3), np.arange(4)]).wait()
+    else:
+        request = comm.iscatterv(None, 0, out=np.zeros(3, int))
+        while not request.done:
+            comm.iprobe(0)
+        task = request._task
+        assert task.done and task.error is None and isinstance(task.unfit, ValueError)
+        error_like(ValueError, "the block is", request.wait)
+    comm.barrier()
+ok()
+"""
+    scripts(2, text, transport)

@@ -2,6 +2,8 @@
 
 #include "reduce/reduce.h"
 
+#include <string.h>
+
 #define C_CONTIGUOUS 0x0001
 #define ALIGNED 0x0100
 #define WRITEABLE 0x0400
@@ -26,6 +28,7 @@ static PyObject *empty;       /* numpy.empty */
 #define MAX_DTYPES 32
 static struct {
     PyObject *dtype;
+    PyTypeObject *scalar;
     int code;
     size_t itemsize;
 } dtypes[MAX_DTYPES];
@@ -63,7 +66,63 @@ bool pc_array_warns(PyObject *x) {
     return (((const struct array_fields *)x)->flags & WARN_ON_WRITE) != 0;
 }
 
+bool pc_array_is_spread(PyObject *x, struct pc_extent *extent) {
+    const struct array_fields *array = (const struct array_fields *)x;
+    if (Py_TYPE(x) != ndarray || ndarray == NULL ||
+        (array->flags & (C_CONTIGUOUS | ALIGNED)) == (C_CONTIGUOUS | ALIGNED))
+        return false;
+    int index = 0;
+    while (index < num_dtypes && dtypes[index].dtype != array->dtype)
+        index++;
+    if (index == num_dtypes)
+        return false;
+    extent->begin = array->data;
+    extent->end = array->data + dtypes[index].itemsize;
+    extent->writeable = (array->flags & WRITEABLE) != 0;
+    for (int axis = 0; axis < array->ndim; axis++) {
+        intptr_t reach = array->dims[axis] > 0 ? (array->dims[axis] - 1) * array->strides[axis] : 0;
+        *(reach < 0 ? &extent->begin : &extent->end) += reach;
+    }
+    return true;
+}
+
+static int scalar_index(PyObject *x) {
+    for (int index = 0; index < num_dtypes; index++)
+        if (dtypes[index].scalar == Py_TYPE(x))
+            return index;
+    return -1;
+}
+
+bool pc_is_numpy_scalar(PyObject *x) { return scalar_index(x) >= 0; }
+
+PyObject *pc_array_of_scalar(PyObject *x) {
+    int index = scalar_index(x);
+    struct pc_array view;
+    Py_buffer value;
+    if (index < 0 || PyObject_GetBuffer(x, &value, PyBUF_SIMPLE) < 0) {
+        PyErr_Clear();
+        return NULL;
+    }
+    PyObject *array = pc_array_empty(dtypes[index].code, 0, NULL);
+    if (array != NULL && pc_array_view(array, &view) && view.nbytes == (size_t)value.len)
+        memcpy(view.data, value.buf, view.nbytes);
+    else
+        Py_CLEAR(array);
+    PyBuffer_Release(&value);
+    PyErr_Clear();
+    return array;
+}
+
+PyObject *pc_array_value(PyObject *array) {
+    PyObject *nowhere = PyTuple_New(0);
+    PyObject *value = nowhere != NULL ? PyObject_GetItem(array, nowhere) : NULL;
+    Py_XDECREF(nowhere);
+    return value;
+}
+
 bool pc_is_no_array(PyObject *x) { return ndarray != NULL && !PyObject_TypeCheck(x, ndarray); }
+
+bool pc_is_numpy_array(PyObject *x) { return ndarray != NULL && PyObject_TypeCheck(x, ndarray); }
 
 PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extra) {
     int skipped = extra < 0, added = extra > 0;
@@ -167,6 +226,8 @@ PyObject *pc_add_dtype(PyObject *Py_UNUSED(module), PyObject *args) {
         dtypes[num_dtypes].dtype = Py_NewRef(dtype);
         dtypes[num_dtypes].code = code;
         dtypes[num_dtypes].itemsize = pc_itemsize(code);
+        dtypes[num_dtypes].scalar = (PyTypeObject *)PyObject_GetAttrString(dtype, "type");
+        PyErr_Clear();
         num_dtypes++;
     }
     Py_RETURN_NONE;

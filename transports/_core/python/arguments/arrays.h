@@ -34,8 +34,23 @@ int pc_array_view(PyObject *x, struct pc_array *view);
 /* Whether such an array, of which a view was made, says so when it is written to: its buffer is
    read-only, as of what broadcast_arrays of NumPy returns. */
 bool pc_array_warns(PyObject *x);
-/* Whether x is certainly no array of NumPy's, nor of a subclass. */
+/* Where the elements of an array lie, and others may lie between them. */
+struct pc_extent {
+    const char *begin, *end;
+    bool writeable;
+};
+/* Whether x is an array of NumPy's as `pc_array_view` takes them, but not contiguous or not
+   aligned. */
+bool pc_array_is_spread(PyObject *x, struct pc_extent *extent);
+/* Whether x is a scalar of NumPy's, of a dtype that is known here; and an array of no dimensions
+   with its value (new reference; NULL without an exception: none can be made). */
+bool pc_is_numpy_scalar(PyObject *x);
+PyObject *pc_array_of_scalar(PyObject *x);
+/* The scalar that is in an array of no dimensions (new reference). */
+PyObject *pc_array_value(PyObject *array);
+/* Whether x is certainly no array of NumPy's, nor of a subclass; and whether it certainly is. */
 bool pc_is_no_array(PyObject *x);
+bool pc_is_numpy_array(PyObject *x);
 /* A new uninitialized array, or NULL with an exception: like x, with `extra` in front of its shape
    (0: none), or without its first axis (-1). */
 PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extra);

@@ -84,6 +84,13 @@ static inline bool out_fits(int size, int rank, int kind, const struct pc_array 
     }
 }
 
+/* Whether a broadcast fills nothing: off root a program often passes what it has. */
+static inline bool is_not_filled(PyObject *x) {
+    return is_none(x) || PyLong_CheckExact(x) || PyFloat_CheckExact(x) || PyUnicode_CheckExact(x) ||
+           PyBool_Check(x) || PyDict_CheckExact(x) || PyList_CheckExact(x) ||
+           PyTuple_CheckExact(x) || pc_is_numpy_scalar(x);
+}
+
 /* What a call takes: an array, or a number to be reduced. */
 static inline int value_of(int kind, int op, PyObject *x, struct pc_array *value) {
     bool is_in_all_reduce = kind == PC_ALL_REDUCE || kind == PC_REDUCE;

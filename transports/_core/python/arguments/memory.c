@@ -161,6 +161,83 @@ int pc_memory_of_other(PyObject *x, struct pc_array *memory) {
     return library->form == DLPACK ? of_tensor(x, library, memory) : of_buffer(x, library, memory);
 }
 
+bool pc_is_array(PyObject *x) {
+    return library_of(Py_TYPE(x)) != NULL || pc_is_numpy_array(x);
+}
+
+/* --- what is not contiguous ------------------------------------------------------------------- */
+
+static bool is_tensor_spread(PyObject *x, struct pc_extent *extent) {
+    const struct pc_library *library = library_of(Py_TYPE(x));
+    struct dl_tensor tensor;
+    if (library == NULL || library->form != DLPACK)
+        return false;
+    if (library->exchange->describe(x, &tensor) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    int dtype = dl_dtype(&tensor);
+    if (tensor.device_type != DL_CPU || tensor.data == NULL || dtype == 0 ||
+        dl_is_contiguous(&tensor) || !is_not(library->is_negated, x) ||
+        !is_not(library->is_conjugated, x))
+        return false;
+    struct pc_array memory = {.writeable = true, .library = library};
+    intptr_t itemsize = (intptr_t)pc_itemsize(dtype);
+    extent->begin = (const char *)tensor.data + tensor.byte_offset;
+    extent->end = extent->begin + itemsize;
+    extent->writeable = pc_may_be_target(x, &memory);
+    for (int axis = 0; axis < tensor.ndim; axis++) {
+        intptr_t steps = tensor.shape[axis] > 0 ? (intptr_t)tensor.shape[axis] - 1 : 0;
+        intptr_t reach = steps * (intptr_t)tensor.strides[axis] * itemsize;
+        *(reach < 0 ? &extent->begin : &extent->end) += reach;
+    }
+    return true;
+}
+
+/* The name of the method that makes a contiguous copy; NULL: x is contiguous, or no array. */
+static const char *spread(PyObject *x, struct pc_extent *extent) {
+    if (pc_array_is_spread(x, extent))
+        return "copy";
+    return is_tensor_spread(x, extent) ? "contiguous" : NULL;
+}
+
+static bool overlap(const struct pc_extent *extent, PyObject *other) {
+    struct pc_extent two;
+    struct pc_array whole;
+    if (spread(other, &two) == NULL) {
+        if (!pc_memory_of(other, &whole))
+            return true;
+        two.begin = whole.data;
+        two.end = two.begin + whole.nbytes;
+        pc_memory_release(&whole);
+    }
+    return extent->begin < two.end && two.begin < extent->end;
+}
+
+static PyObject *copy_of(PyObject *x, const char *copies) {
+    PyObject *copy = PyObject_CallMethod(x, copies, NULL);
+    PyErr_Clear(); /* Python fails, too, and says so */
+    return copy;
+}
+
+PyObject *pc_stand_in(PyObject *x, PyObject *out) {
+    struct pc_extent extent;
+    const char *copies = spread(x, &extent);
+    if (copies == NULL)
+        return pc_array_of_scalar(x);
+    return out == NULL || !overlap(&extent, out) ? copy_of(x, copies) : NULL;
+}
+
+PyObject *pc_target_stand_in(PyObject *target, PyObject *x) {
+    struct pc_extent extent;
+    const char *copies = spread(target, &extent);
+    bool may_be = copies != NULL && extent.writeable &&
+                  (x == NULL || pc_is_numpy_scalar(x) || !overlap(&extent, x));
+    return may_be ? copy_of(target, copies) : NULL;
+}
+
+/* --- what is reduced -------------------------------------------------------------------------- */
+
 static int of_number(struct pc_array *memory, const struct pc_library *number) {
     memory->writeable = false;
     return describe(memory, number, &memory->number, number->dtype, 0, NULL);

@@ -51,6 +51,16 @@ static inline int pc_target_again(PyObject *target, const struct pc_array *x,
     return PC_LIKELY(x->library == NULL) ? x->writeable : pc_may_be_target(target, x);
 }
 
+/* Whether x is an array of such a library, wherever it lies. */
+bool pc_is_array(PyObject *x);
+/* What stands in for x where that is only read (new reference): a contiguous copy of an array or
+   tensor that is not, or an array for a scalar of NumPy's. NULL without an exception: x needs none,
+   or can have none; or it may overlap `out` (NULL: there is none). */
+PyObject *pc_stand_in(PyObject *x, PyObject *out);
+/* The same for what is written to, if it may be; `x`: what is read meanwhile, or NULL. It must be
+   copied to the target then. */
+PyObject *pc_target_stand_in(PyObject *target, PyObject *x);
+
 static inline void pc_memory_release(struct pc_array *memory) {
     if (PC_UNLIKELY(memory->held.obj != NULL))
         PyBuffer_Release(&memory->held);

@@ -1,4 +1,5 @@
 #include "objects.h"
+#include "memory.h"
 #include "pickles.h"
 
 #include "base/copy.h"
@@ -35,7 +36,9 @@ static PyObject *joined(PyObject *parts) {
 
 /* Of what is not plain, as Python's `dump` says. */
 static PyObject *dumped_parts(PyObject *x) {
-    PyObject *parts = dump != NULL ? PyObject_CallFunctionObjArgs(dump, x, NULL) : NULL;
+    if (dump == NULL || pc_is_array(x))
+        return NULL;
+    PyObject *parts = PyObject_CallFunctionObjArgs(dump, x, NULL);
     if (parts == NULL && PyErr_Occurred() && (PyErr_ExceptionMatches(PyExc_TypeError) ||
                                               PyErr_ExceptionMatches(PyExc_ValueError)))
         PyErr_Clear(); /* Python says why it cannot be sent */

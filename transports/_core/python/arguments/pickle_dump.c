@@ -45,7 +45,8 @@ PyObject *pc_use_reducer(PyObject *Py_UNUSED(module), PyObject *function) {
 #define VALUE_NBYTES 16
 #define MOST_DEPTH 16
 
-/* Whether pickle has opcodes for all of it: then no pickler of ours would make other bytes. */
+/* Whether pickle has opcodes for all of it but scalars of NumPy's: then no pickler of ours would
+   make other bytes. */
 static bool is_plain(PyObject *x, int depth, Py_ssize_t *left) {
     PyTypeObject *type = Py_TYPE(x);
     *left -= VALUE_NBYTES;
@@ -53,9 +54,10 @@ static bool is_plain(PyObject *x, int depth, Py_ssize_t *left) {
         *left -= PyUnicode_GetLength(x);
     else if (type == &PyBytes_Type)
         *left -= PyBytes_Size(x);
+    else if (type == &PyDict_Type || type == &PyList_Type || type == &PyTuple_Type)
+        *left -= depth > 0 ? 0 : MOST_NBYTES;
     else if (type != &PyLong_Type && type != &PyFloat_Type && type != &PyBool_Type &&
-             x != Py_None && (depth == 0 || (type != &PyDict_Type && type != &PyList_Type &&
-                                             type != &PyTuple_Type)))
+             x != Py_None && !pc_is_numpy_scalar(x))
         return false;
     if (*left < 0)
         return false;

@@ -200,6 +200,8 @@ static struct pc_running *begin_announced(pc_collectives *self, struct plan_key 
     PyObject *place = values[key->kind == PC_BROADCAST ? X : OUT];
     struct pc_array none = {0}, out = {0};
     key->ndim = -1;
+    if (key->kind == PC_BROADCAST && place != NULL && is_not_filled(place))
+        place = Py_None;
     if (!is_none(place)) {
         if (!pc_target_of(place, &out))
             return NULL;
@@ -384,27 +386,92 @@ static PyObject *by_messages(pc_collectives *self, int kind, bool is_blocking, P
     return finish(self, started, timeout_ns);
 }
 
+/* In shared memory, or else by messages. NULL without an exception: leave it to Python. */
+static inline PyObject *attempt(pc_collectives *self, int kind, bool is_blocking, PyObject **values,
+                                bool *goes_on) {
+    pc_comm *comm = is_blocking && self->allowed >> kind & 1 ? self->comm : NULL;
+    PyObject *result = NULL;
+    if (PC_LIKELY(pc_may_share(comm)) && is_none(values[ALGORITHM])) {
+        result = pc_shared_run(comm, kind, values);
+        *goes_on = comm->heard;
+    }
+    if (PC_UNLIKELY(result == NULL) && !PyErr_Occurred() && !*goes_on)
+        result = by_messages(self, kind, is_blocking, values);
+    return result;
+}
+
+/* What stands in for values that are not contiguous, or scalars of NumPy's. */
+struct stand_ins {
+    PyObject *x, *target; /* new references, or NULL */
+    int target_at;        /* the argument that is written to */
+};
+
+static struct stand_ins stand_ins(const pc_collectives *self, int kind, bool is_blocking,
+                                  PyObject **values) {
+    PyObject *x = values[X], *out = is_none(values[OUT]) ? NULL : values[OUT];
+    bool is_broadcast = kind == PC_BROADCAST;
+    bool may_be_in_place = kind == PC_REDUCE || kind == PC_ALL_REDUCE;
+    bool takes_numbers = is_blocking && pc_reduces(kind) && kind != PC_REDUCE_SCATTER;
+    struct stand_ins found = {.target_at = OUT};
+    if (x == NULL || (is_broadcast && !is_blocking) ||
+        (pc_is_numpy_scalar(x) && !takes_numbers))
+        return found;
+    if (is_broadcast && find_root(values[ROOT], self->size) != self->rank) {
+        found.target_at = X;
+        found.target = pc_target_stand_in(x, NULL);
+        return found;
+    }
+    /* where the result is `out`, and no list of its rows */
+    if (is_blocking && out != NULL && kind <= PC_REDUCE_SCATTERV && (out != x || may_be_in_place))
+        found.target = pc_target_stand_in(out, out != x ? x : NULL);
+    found.x = pc_stand_in(x, out != x ? out : NULL);
+    return found;
+}
+
+/* The same with what stands in for arrays that are not contiguous, and scalars of NumPy's. */
+PC_COLD static PyObject *attempt_with_stand_ins(pc_collectives *self, int kind, bool is_blocking,
+                                                PyObject **values, bool *goes_on) {
+    struct stand_ins found = stand_ins(self, kind, is_blocking, values);
+    PyObject *x = values[X], *target = values[found.target_at], *result = NULL;
+    bool is_whole = values[OUT] != x || (found.x != NULL) == (found.target != NULL);
+    if ((found.x != NULL || found.target != NULL) && is_whole) {
+        values[X] = found.x != NULL ? found.x : x;
+        values[found.target_at] = found.target != NULL ? found.target : values[found.target_at];
+        result = attempt(self, kind, is_blocking, values, goes_on);
+    }
+    PyObject *wanted = result;
+    if (result != NULL && result == found.target) {
+        wanted = PyObject_SetItem(target, Py_Ellipsis, result) == 0 ? Py_NewRef(target) : NULL;
+    } else if (result != NULL && result == found.x) {
+        wanted = Py_NewRef(x);
+    } else if (found.x != NULL && pc_is_numpy_scalar(x) && is_none(values[OUT]) &&
+               !is_none(result)) {
+        wanted = pc_array_value(result);
+    }
+    if (wanted != result)
+        Py_DECREF(result);
+    Py_XDECREF(found.x);
+    Py_XDECREF(found.target);
+    return wanted;
+}
+
 static inline PyObject *collective(pc_collectives *self, const char *name, int kind,
                                    bool is_blocking, PyObject *const *args, Py_ssize_t count,
                                    PyObject *keywords) {
     PyObject *values[ARGUMENTS] = {NULL}, *result = NULL;
-    pc_comm *comm = is_blocking && self->allowed >> kind & 1 ? self->comm : NULL;
     bool goes_on = false;
     int needed = parameters[kind][0]; /* what to move; a barrier has nothing */
     if (parse(parameters[kind], args, count, keywords, values) &&
         (kind == PC_BARRIER || PC_LIKELY(values[needed] != NULL))) {
-        if (PC_LIKELY(pc_may_share(comm)) && is_none(values[ALGORITHM])) {
-            result = pc_shared_run(comm, kind, values);
-            goes_on = comm->heard;
-        }
+        result = attempt(self, kind, is_blocking, values, &goes_on);
         if (PC_UNLIKELY(result == NULL) && !PyErr_Occurred() && !goes_on)
-            result = by_messages(self, kind, is_blocking, values);
+            result = attempt_with_stand_ins(self, kind, is_blocking, values, &goes_on);
         if (PC_LIKELY(result != NULL) || PyErr_Occurred())
             return result;
     }
     result = pc_call_method(self->slow, name, args, count, keywords);
     if (goes_on)
-        pc_shared_end(comm, kind);
+        pc_shared_end(self->comm, kind);
     return result;
 }
 

@@ -109,7 +109,8 @@ static bool view_announced(pc_comm *comm, int kind, PyObject **values, int root,
     if (is_root && kind == PC_BROADCAST)
         return true;
     PyObject *target = kind == PC_SCATTER ? values[OUT] : values[X];
-    found->is_new = is_none(target) && (is_root || is_none(values[X]));
+    found->is_new = kind == PC_SCATTER ? is_none(target) && (is_root || is_none(values[X]))
+                                       : is_not_filled(target);
     if (found->is_new && !is_root)
         return true;
     if ((!is_root && kind == PC_SCATTER && !is_none(values[X])) ||

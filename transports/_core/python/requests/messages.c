@@ -16,6 +16,7 @@ static bool plain_peer(const pc_messages *self, PyObject *value, long least, int
 int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag,
                    struct pc_outgoing *outgoing) {
     outgoing->value = x;
+    outgoing->stand_in = NULL;
     outgoing->views = NULL;
     outgoing->array.held.obj = NULL;
     outgoing->tag = tag == NULL ? 0 : small_int(tag, 0, -1);
@@ -27,6 +28,14 @@ int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag
             return 1;
         pc_memory_release(&outgoing->array);
         outgoing->array.held.obj = NULL;
+    }
+    outgoing->stand_in = !pc_is_numpy_scalar(x) ? pc_stand_in(x, NULL) : NULL;
+    if (outgoing->stand_in != NULL) {
+        if (pc_messages_may_start(self) && pc_memory_of(outgoing->stand_in, &outgoing->array) &&
+            outgoing->array.ndim <= PC_NAMED_DIMS)
+            return 1;
+        pc_outgoing_release(outgoing);
+        return 0;
     }
     PyObject *plain = pc_pickle_plain(x);
     if (plain == NULL && PyErr_Occurred())
@@ -116,8 +125,9 @@ struct pc_request *pc_messages_send(pc_messages *self, struct pc_outgoing *outgo
         request->ndim = array->ndim;
         for (int axis = 0; axis < array->ndim; axis++)
             request->dims[axis] = array->dims[axis];
-        request->array = Py_NewRef(outgoing->value);
-        request->keeper = pc_memory_keeper(array, outgoing->value, is_blocking);
+        request->array =
+            Py_NewRef(outgoing->stand_in != NULL ? outgoing->stand_in : outgoing->value);
+        request->keeper = pc_memory_keeper(array, request->array, is_blocking);
         if (request->keeper == NULL) {
             Py_DECREF((PyObject *)request);
             return NULL;

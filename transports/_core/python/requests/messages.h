@@ -8,8 +8,9 @@
 
 /* What shall be sent: an array, whose memory is looked at; or the bytes of a pickled object. */
 struct pc_outgoing {
-    PyObject *value; /* borrowed */
-    struct pc_array array;  /* must be released */
+    PyObject *value;        /* borrowed */
+    PyObject *stand_in;     /* of an array that is not contiguous; or NULL */
+    struct pc_array array;  /* of the one or the other */
     struct pc_views *views; /* NULL: it is an array. They are the request's then. */
     int dest;
     long tag;
@@ -27,9 +28,15 @@ struct pc_incoming_call {
 static inline bool pc_messages_may_start(const pc_messages *self) {
     return pc_may_start((const struct pc_methods *)self, self->context->messages_usable);
 }
-/* 1: `outgoing` is filled in; 0: leave it to Python; -1 with an exception. */
+/* 1: `outgoing` is filled in, and must be released; 0: leave it to Python; -1 with an
+   exception. */
 int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag,
                    struct pc_outgoing *outgoing);
+/* But for `views`. */
+static inline void pc_outgoing_release(struct pc_outgoing *outgoing) {
+    pc_memory_release(&outgoing->array);
+    Py_CLEAR(outgoing->stand_in);
+}
 /* False: leave it to Python; perhaps with an exception. */
 bool pc_incoming_of(const pc_messages *self, PyObject *source, PyObject *tag, PyObject *out,
                     PyObject *status, struct pc_incoming_call *incoming);

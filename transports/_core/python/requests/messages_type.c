@@ -37,13 +37,13 @@ static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t co
     if (plain <= 0)
         return plain == 0 ? pc_call_method(self->slow, name, args, count, keywords) : NULL;
     if (is_blocking && kind == PC_SEND && pc_messages_post(self, &outgoing)) {
-        pc_memory_release(&outgoing.array);
+        pc_outgoing_release(&outgoing);
         pc_views_release(outgoing.views);
         Py_RETURN_NONE;
     }
     enum pc_way way = is_blocking ? way_of(timeout_ns) : PC_MAY_PUSH;
     struct pc_request *request = pc_messages_send(self, &outgoing, kind, is_blocking, way);
-    pc_memory_release(&outgoing.array); /* which the request keeps */
+    pc_outgoing_release(&outgoing); /* which the request keeps */
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
 }
 
@@ -114,13 +114,14 @@ static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t co
     if (plain)
         plain = pc_outgoing_of(self, values[X], values[DEST], values[SENDTAG], &outgoing);
     if (plain > 0 && incoming.out != NULL &&
-        (outgoing.views != NULL || overlap(&outgoing.array, &incoming.array))) {
+        (outgoing.views != NULL || outgoing.stand_in != NULL ||
+         overlap(&outgoing.array, &incoming.array))) {
         pc_views_release(outgoing.views);
         plain = 0;
     }
     struct pc_request *received, *sent;
     if (plain > 0 && is_blocking && pc_messages_post(self, &outgoing)) {
-        pc_memory_release(&outgoing.array);
+        pc_outgoing_release(&outgoing);
         pc_views_release(outgoing.views);
         return receive_after(self, &incoming, &outgoing, timeout_ns);
     }
@@ -128,7 +129,7 @@ static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t co
     bool started = plain > 0 && start_both(self, &incoming, &outgoing, is_blocking, way, &received,
                                            &sent);
     pc_memory_release(&incoming.array); /* which the requests keep */
-    pc_memory_release(&outgoing.array);
+    pc_outgoing_release(&outgoing);
     if (!started)
         return plain != 0 || PyErr_Occurred()
                    ? NULL
