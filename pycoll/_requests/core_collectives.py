@@ -238,7 +238,7 @@ class CompiledPlans:
         if bound is None:
             return None
         binding = bound.binding
-        if _is_on_gpu(bound):
+        if "pycoll._cuda.staging" in sys.modules and staged_run.is_staged(binding):
             return None
         if name == "exscan" and group.rank == 0:
             bound = bound._replace(binding=binding._replace(target=[None] * len(binding.target)))
@@ -409,10 +409,6 @@ def _blocks(
 def _unpack(memory: Memory) -> Any:
     """Return the array, in host memory, of a block that has come."""
     return conversion.unwrap(blocks.unpack(memoryview(memory)))
-
-
-def _is_on_gpu(bound: Bound) -> bool:
-    return "pycoll._cuda.staging" in sys.modules and staged_run.is_staged(bound.binding)
 
 
 def _elements(x: Any) -> Any:
