@@ -33,7 +33,7 @@ def some(words: str, *marks: Any) -> Any:
     "options",
     [
         some("--seeds=1 --ranks=3 --steps=60", exhaustive),
-        some("--seeds=2 --ranks=4 --steps=60 --emulate-hosts=2"),
+        some("--seeds=2 --ranks=4 --steps=60 --emulate-hosts=2", exhaustive),
         some("--seeds=1 --ranks=2,3 --steps=150", exhaustive),
         some("--seeds=3 --ranks=5 --steps=150", exhaustive),
         some("--seeds=4 --ranks=4 --steps=150 --emulate-hosts=2", exhaustive),

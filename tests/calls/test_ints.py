@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import few
 
 import pycoll
 
@@ -22,7 +23,7 @@ OPTIONS = {
 
 of_four = pytest.mark.parametrize(
     "ranks",
-    [(4, options) for options in OPTIONS.values()],
+    few([(4, OPTIONS["shm"]), (4, OPTIONS["tcp"])], [(4, OPTIONS["two hosts"])]),
     indirect=True,
     scope="module",
     ids=OPTIONS,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import array
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from sent_messages import sent_messages
-from tiers import exhaustive, sizes
+from tiers import TCP, TWO_HOSTS, sizes
 from uneven_cases import check, draw
 
 import pycoll
@@ -61,24 +60,9 @@ def reduce_mixed_lists(comm: Comm) -> None:
         check(x, again)
 
 
-@sizes(2, 3, more=(1, 4, 5))
+@sizes(2, 3, (2, TCP), more=(1, 4, 5, (5, TCP), (4, TWO_HOSTS)))
 def test_every_array_comes_back_reduced_in_its_place(ranks: Any) -> None:
     ranks(reduce_mixed_lists)
-
-
-@pytest.mark.parametrize(
-    ("size", "options"),
-    [
-        (2, ("--transport", "tcp")),
-        pytest.param(5, ("--transport", "tcp"), marks=exhaustive),
-        pytest.param(4, ("--emulate-hosts", "2"), marks=exhaustive),
-    ],
-)
-def test_every_transport_carries_lists(job: Any, size: int, options: tuple[str, ...]) -> None:
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
-    text = f"sys.path[:0] = {folders!r}\nimport test_many\n"
-    done = job(size, text + "test_many.reduce_mixed_lists(comm)\nok()", *options)
-    assert (done.status, done.content) == (0, list(range(size))), done.stderr
 
 
 @sizes(2, 3)

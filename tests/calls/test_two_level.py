@@ -10,13 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from sent_messages import sent_messages
-from tiers import few
+from tiers import THREE_HOSTS, TWO_HOSTS, few
 
 import pycoll
 
 Comm = Any
 
-WORLDS = [(4, ("--emulate-hosts", "2")), (7, ("--emulate-hosts", "3"))]
+WORLDS = [(4, TWO_HOSTS), (5, THREE_HOSTS)]
 of_worlds = pytest.mark.parametrize(
     "ranks",
     few(WORLDS[1:], WORLDS[:1]),

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiers import exhaustive, sizes
+from tiers import TCP, THREE_HOSTS, TWO_HOSTS, sizes
 from uneven_cases import DTYPES, Array, Comm, both_ways, check, check_list, draw
 
 import pycoll
@@ -64,7 +63,7 @@ def move_blocks_of_all_shapes(comm: Comm) -> None:
         move_everything(comm, draw_blocks(seed, comm.size), draw_matrix(seed, comm.size))
 
 
-@sizes(1, 3, more=(2, 4, 5), deadline=True)
+@sizes(1, 3, (4, TWO_HOSTS), more=(2, 4, 5, (2, TCP), (5, TCP), (3, THREE_HOSTS)), deadline=True)
 def test_blocks_of_any_shapes_arrive_where_they_belong(ranks: Any) -> None:
     ranks(move_blocks_of_all_shapes)
 
@@ -123,29 +122,6 @@ def test_blocks_of_a_dtype_with_a_very_long_description_arrive(ranks: Any) -> No
         move_everything(comm, blocks, draw_matrix(2, comm.size, dtype))
 
     ranks(program)
-
-
-@pytest.mark.parametrize(
-    ("size", "options"),
-    [
-        pytest.param(2, ("--transport", "tcp"), marks=exhaustive),
-        pytest.param(5, ("--transport", "tcp"), marks=exhaustive),
-        (4, ("--emulate-hosts", "2")),
-        pytest.param(3, ("--emulate-hosts", "3"), marks=exhaustive),
-    ],
-)
-def test_every_transport_carries_uneven_blocks(
-    job: Any, size: int, options: tuple[str, ...]
-) -> None:
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
-    text = f"sys.path[:0] = {folders!r}\n" + (
-        "import test_uneven, test_uneven_reductions\n"
-        "test_uneven.move_blocks_of_all_shapes(comm)\n"
-        "test_uneven_reductions.reduce_with_every_algorithm(comm, but='shared_memory')\n"
-        "ok()"
-    )
-    done = job(size, text, *options)
-    assert (done.status, done.content) == (0, list(range(size))), done.stderr
 
 
 @sizes(2, 3)

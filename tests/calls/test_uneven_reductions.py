@@ -7,15 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiers import sizes
+from tiers import TCP, THREE_HOSTS, TWO_HOSTS, sizes
 from uneven_cases import DTYPES, Array, Comm, both_ways, check, check_list, draw
 
 import pycoll
 
 
-def reduce_with_every_algorithm(comm: Comm, but: str = "") -> None:
+@sizes(3, (4, TWO_HOSTS), more=(1, 2, 4, 5, (2, TCP), (5, TCP), (3, THREE_HOSTS)))
+def test_every_algorithm_reduces_parts_of_any_lengths(ranks: Any) -> None:
+    ranks(reduce_with_every_algorithm)
+
+
+def reduce_with_every_algorithm(comm: Comm) -> None:
     me, size = comm.rank, comm.size
-    names = [None, *(name for name in pycoll.algorithms("reduce_scatter") if name != but)]
+    names = [None, *pycoll.algorithms("reduce_scatter")]
+    if comm._group.shm is None:
+        names.remove("shared_memory")
     for case, base in enumerate((0, 1, 1000, 40_000)):
         spread = [base * ((rank + case) % 3) for rank in range(size)]
         for counts in (spread, [base] * size, [base * 2, *[0] * (size - 1)]):
@@ -27,11 +34,6 @@ def reduce_with_every_algorithm(comm: Comm, but: str = "") -> None:
                     check(comm.reduce_scatterv(x, counts, algorithm=name), expected)
                 check(comm.ireduce_scatterv(x, counts).wait(), expected)
                 np.testing.assert_array_equal(x, draw(me, "float32", x.shape))
-
-
-@sizes(3, more=(1, 2, 4, 5))
-def test_every_algorithm_reduces_parts_of_any_lengths(ranks: Any) -> None:
-    ranks(reduce_with_every_algorithm)
 
 
 @sizes(2, 3, deadline=True)

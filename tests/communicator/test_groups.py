@@ -14,8 +14,7 @@ import grid_programs as grids
 import group_programs as groups
 import numpy as np
 import pytest
-from program_jobs import run_programs
-from tiers import exhaustive, sizes
+from tiers import TCP, THREE_HOSTS, TWO_HOSTS, sizes
 
 import pycoll
 
@@ -48,25 +47,10 @@ PROGRAMS = [
 ]
 
 
-@sizes(1, 6, more=(2,))
+@sizes(1, 6, (4, TWO_HOSTS), more=(2, (2, TCP), (4, TCP), (5, THREE_HOSTS)))
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_on_one_host(ranks: Any, program: Callable[[Comm], None]) -> None:
+def test_wherever_ranks_are(ranks: Any, program: Callable[[Comm], None]) -> None:
     ranks(program)
-
-
-@pytest.mark.parametrize(
-    ("n", "options"),
-    [
-        pytest.param(2, ("--transport", "tcp"), marks=exhaustive),
-        pytest.param(4, ("--transport", "tcp"), marks=exhaustive),
-        pytest.param(4, ("--emulate-hosts", "2"), marks=exhaustive),
-        (5, ("--emulate-hosts", "3")),
-    ],
-    ids=lambda value: "_".join(value).strip("-") if isinstance(value, tuple) else str(value),
-)
-def test_elsewhere(job: Any, n: int, options: tuple[str, ...]) -> None:
-    done = run_programs(job, n, PROGRAMS, *options, "--op-timeout", "20")
-    assert (done.status, done.content) == (0, list(range(n))), done.stderr
 
 
 # --- ranks that disagree, or fail --------------------------------------------------------------

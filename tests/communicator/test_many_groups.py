@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from program_jobs import run_programs
-from tiers import exhaustive, sizes
+from tiers import TCP, TWO_HOSTS, exhaustive, sizes
 
 Comm = Any
 
@@ -109,22 +108,14 @@ def three_hundred_are_open_at_once(comm: Comm) -> None:
     assert after.descriptors <= before.descriptors
 
 
-@sizes(2, more=(4,))
+@sizes(2, more=(4, (3, TCP), (3, TWO_HOSTS)))
 @pytest.mark.parametrize(
     "program",
     [hundreds_come_and_go_and_nothing_grows, three_hundred_are_open_at_once],
     ids=lambda program: program.__name__,
 )
-def test_many_on_one_host(ranks: Any, program: Callable[[Comm], None]) -> None:
+def test_wherever_ranks_are(ranks: Any, program: Callable[[Comm], None]) -> None:
     ranks(program)
-
-
-@exhaustive
-@pytest.mark.parametrize("options", [("--transport", "tcp"), ("--emulate-hosts", "2")])
-def test_many_elsewhere(job: Any, options: tuple[str, ...]) -> None:
-    programs = [hundreds_come_and_go_and_nothing_grows, three_hundred_are_open_at_once]
-    done = run_programs(job, 3, programs, *options, "--op-timeout", "30")
-    assert (done.status, done.content) == (0, [0, 1, 2]), done.stderr
 
 
 @exhaustive

@@ -34,15 +34,25 @@ def few(values: Iterable[Any], more: Iterable[Any] = ()) -> list[Any]:
 _DEADLINE = (2, ("--op-timeout", str(20 * PATIENCE)))
 
 
-def sizes(*counts: int, more: tuple[int, ...] = (), deadline: bool = False) -> pytest.MarkDecorator:
+def sizes(*counts: Any, more: tuple[Any, ...] = (), deadline: bool = False) -> pytest.MarkDecorator:
     """Run a test on jobs of so many ranks, and on those in `more` in the exhaustive tier.
+
+    A job may also be a tuple of the number and of options.
 
     With `deadline` also on two ranks whose calls have one.
     """
     values = few(counts, more)
     if deadline:
         values.append(pytest.param(_DEADLINE, id="deadline"))
-    return pytest.mark.parametrize("ranks", values, indirect=True, scope="module")
+    return pytest.mark.parametrize("ranks", values, indirect=True, scope="module", ids=_name)
+
+
+def _name(job: Any) -> str | None:
+    return f"{job[0]} {' '.join(job[1])}" if isinstance(job, tuple) else None
+
+
+TCP = ("--transport", "tcp")
+TWO_HOSTS, THREE_HOSTS = ("--emulate-hosts", "2"), ("--emulate-hosts", "3")
 
 
 # A message of whatever length between two ranks, on every way that it may go; or to oneself.
