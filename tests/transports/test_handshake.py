@@ -394,6 +394,10 @@ def test_two_who_dial_at_once_get_one_link(seed: int) -> None:
             )
             for rank in [one, other] * 5:  # what is left of the other connection
                 rank.dialer.progress()
+            for step in steps:  # there is a link
+                step()
+            assert not one.dialer._dialing
+            assert not other.dialer._dialing
             assert len(one.links) == len(other.links) == 1
             assert one.failures == other.failures == {}
             one.links[PeerLane(1, 0)].sendall(LINKED)
