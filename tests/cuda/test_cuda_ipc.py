@@ -28,7 +28,7 @@ from cuda_ipc_jobs import (
 )
 from gpu_jobs import ON_GPU, WAYS, Comm, Ranks, call, dtype_of, equal, jobs, now, slow_array, tidy
 from gpu_world import resident_nbytes
-from tiers import few, smoke
+from tiers import few
 
 import pycoll
 
@@ -47,7 +47,6 @@ def test_nothing_goes_through_the_host_and_every_byte_is_copied_once(
     ranks(program, way, 1)
 
 
-@smoke
 @pytest.mark.parametrize("way", few(["blocking"], ["request", "persistent"]))
 @jobs("4 on 2 hosts")
 def test_ranks_of_one_host_offer_and_hosts_do_not(ranks: Ranks, way: str) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from html import unescape
 
 import pytest
+from tiers import smoke
 
 import pycoll
 from pycoll._drawing.show import Drawing, show
@@ -87,6 +88,7 @@ def cells(text: str, heading: str) -> list[list[str]]:
     return [line.split()[2:] for line in block if line.lstrip().startswith("chunk")]
 
 
+@smoke
 def test_the_text_of_a_ring_shows_both_phases() -> None:
     text = show("all_reduce", "ring", 3).text
     assert "4 rounds, 12 messages; the busiest rank sends or receives 1.33 S" in text

@@ -6,10 +6,10 @@ long seeds. CONTRIBUTING.md says when which of them runs.
 
 Some tests run where what they test was changed: of GPUs and of RDMA, on devices that the tests make
 up; of jobs that functions, agents, nodes or other launchers begin, of what is told of jobs, and of
-what is left of them; of the plugin for pytest and the commands that measure, tune and simulate; of
-programs made of the core's sources (`BY_PATH` in conftest.py marks them). A run of all tests has a
-few of them, those marked `smoke`; the others run by `pytest -m gpu` and so on, or where their file
-or folder is named.
+what is left of them; of the plugin for pytest and the commands that measure, tune, simulate and
+draw; of programs made of the core's sources (`BY_PATH` in conftest.py marks them). A run of all
+tests has a few of them, those marked `smoke`; the others run by `pytest -m gpu` and so on, or where
+their file or folder is named.
 """
 
 from __future__ import annotations

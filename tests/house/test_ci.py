@@ -143,6 +143,7 @@ def test_other(): pass
 """
 
 
+@exhaustive
 @pytest.mark.parametrize(
     ("tests", "passes", "says"),
     [

@@ -43,6 +43,7 @@ def test_hello_is_said_by_every_rank_and_summed_by_rank_0(size: int, tmp_path: P
     ]
 
 
+@exhaustive
 @pytest.mark.parametrize("size", few([3], [1]))
 def test_pi_is_right_to_ten_digits(size: int, tmp_path: Path) -> None:
     assert "pi is about 3.1415926535" in run_example("pi.py", size, tmp_path)
