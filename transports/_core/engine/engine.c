@@ -168,6 +168,10 @@ void pc_engine_free(struct pc_engine *engine) {
     pc_chains_free(&engine->by_closed);
     leave_list(engine->others);
     pc_scratch_free(&engine->scratch);
+    for (struct pc_spare *spare = engine->spare_moves, *next; spare != NULL; spare = next) {
+        next = spare->next;
+        free(spare);
+    }
     free(engine->gone);
     free(engine->closed);
 }

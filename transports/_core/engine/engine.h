@@ -201,6 +201,11 @@ struct pc_closed {
 };
 
 /* The caller sets the first block, and all else to zero. It must stay where it is. */
+/* Memory that is used again. */
+struct pc_spare {
+    struct pc_spare *next;
+};
+
 struct pc_engine {
     int size;
     struct pc_link **links; /* by peer; the caller's */
@@ -236,6 +241,8 @@ struct pc_engine {
     size_t num_unsettled; /* promises about memory that links have made and not kept yet */
     struct pc_left *left; /* scratch that is given back then */
     struct pc_scratch scratch;
+    struct pc_spare *spare_moves; /* of runs, for the next ones */
+    uint32_t num_spare_moves;
     struct pc_ending *endings, **last_ending; /* to be told */
     struct pc_tally own_tally;
 };

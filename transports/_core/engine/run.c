@@ -36,10 +36,20 @@ struct pc_moved {
 
 /* --- messages under way ----------------------------------------------------------------------- */
 
+/* So many of an engine's are kept for the next steps. */
+#define MOST_SPARE_MOVES 64
+
 static inline struct pc_moved *new_move(struct pc_run *run, uint32_t step, bool is_send) {
-    struct pc_moved *move = calloc(1, sizeof *move);
+    struct pc_engine *engine = run->engine;
+    struct pc_spare *spare = engine->spare_moves;
+    struct pc_moved *move = spare != NULL ? (void *)spare : malloc(sizeof *move);
     if (move == NULL)
         return NULL;
+    if (spare != NULL) {
+        engine->spare_moves = spare->next;
+        engine->num_spare_moves--;
+    }
+    memset(move, 0, sizeof *move);
     move->run = run;
     move->step = step;
     move->is_send = is_send;
@@ -53,8 +63,16 @@ static inline void free_move(struct pc_moved *move) {
         free(move->parts);
     if (!move->is_send)
         free(move->receive.header);
-    pc_engine_give_scratch(move->run->engine, move->scratch);
-    free(move);
+    struct pc_engine *engine = move->run->engine;
+    pc_engine_give_scratch(engine, move->scratch);
+    if (engine->num_spare_moves == MOST_SPARE_MOVES) {
+        free(move);
+        return;
+    }
+    struct pc_spare *spare = (void *)move;
+    spare->next = engine->spare_moves;
+    engine->spare_moves = spare;
+    engine->num_spare_moves++;
 }
 
 /* --- memory ----------------------------------------------------------------------------------- */
