@@ -63,6 +63,7 @@ def add_library(
 ) -> bool: ...
 def use_objects(
     dump: Callable[[Any], Sequence[Any] | None],
+    dump_any: Callable[[Any], Sequence[Any]],
     new_bytes: Callable[[int], memoryview],
     /,
 ) -> None: ...

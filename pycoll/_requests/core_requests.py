@@ -377,7 +377,7 @@ def _here() -> int | None:
 
 
 _VALUES = _dump, new_bytes, _here
-use_objects(_dump, new_bytes)
+use_objects(_dump, objects.dump, new_bytes)
 
 
 def messages_of(

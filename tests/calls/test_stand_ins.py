@@ -1,4 +1,4 @@
-"""Arrays that are not contiguous, and scalars of NumPy's, which the core takes by a copy."""
+"""What the core takes by a copy: arrays that are not contiguous, NumPy's scalars, lists."""
 
 from __future__ import annotations
 
@@ -233,3 +233,44 @@ for wrong in (np.zeros((2, 6))[:, ::2], np.zeros((2, 2), "f4").T):
 ok()
 """
     scripts(2, text, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_lists_of_arrays_go_through_no_python(scripts: Scripts, transport: str) -> None:
+    text = """
+import array as arrays
+
+def like(got, wanted):
+    assert type(got) is type(wanted)
+    assert np.asarray(got).dtype == np.asarray(wanted).dtype
+    assert np.asarray(got).tolist() == np.asarray(wanted).tolist()
+
+rows = [np.arange(6.0).reshape(2, 3) + index for index in range(size)]
+views = [memoryview(np.arange(4) + index) for index in range(size)]
+others = [np.ones(2), np.ones((2, 3), "f4"), {"a": np.ones(1)}]
+for turn in range(2):  # first calls are prepared in Python
+    for given in (rows, tuple(rows)):
+        same(comm.reduce_scatter(given), size * rows[rank])
+        same(comm.reduce_scatter(given, "max", out=np.empty((2, 3))), rows[rank])
+        same(comm.ireduce_scatter(given).wait(), size * rows[rank])
+        same(comm.scatter(given if rank == 1 else None, 1), rows[rank])
+        for got in (comm.all_to_all(given), comm.iall_to_all(given).wait()):
+            assert type(got) is list and len(got) == size
+            for block in got:
+                same(block, rows[rank])
+    like(comm.reduce_scatter(views, "max"), views[rank])
+    like(comm.scatter(views if rank == 1 else None, 1), views[rank])
+    for got in comm.all_to_all(others):
+        assert str(got) == str(others[rank])
+    if turn == 0:
+        before = {name: getattr(pycoll.Communicator, name) for name in ("all_to_all", "scatter")}
+        without_python("reduce_scatter", "ireduce_scatter", "scatter", "all_to_all", "iall_to_all")
+for name, method in before.items():
+    setattr(pycoll.Communicator, name, method)
+odd = [np.ones(index + 1) for index in range(size)]
+assert len(comm.scatter(odd if rank == 1 else None, 1)) == rank + 1
+assert [len(got) for got in comm.all_to_all(odd)] == [rank + 1] * size
+error_like(ValueError, "leave it out", comm.all_to_all, rows, out=np.empty((size, 2, 3)))
+ok()
+"""
+    scripts(3, SPREAD + NEVER + text, transport)

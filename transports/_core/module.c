@@ -180,8 +180,8 @@ static PyMethodDef methods[] = {
     {"add_library", pc_add_library, METH_VARARGS,
      "add_library(kind, sample, tell, keep) -> bool: look at arrays of that type directly."},
     {"use_objects", pc_use_objects, METH_VARARGS,
-     "use_objects(dump, new_bytes): how objects are pickled that are not plain; dump returns their "
-     "parts, or None for what is, or may be, an array."},
+     "use_objects(dump, dump_any, new_bytes): how objects are pickled that are not plain; they "
+     "return the parts, `dump` None for what is, or may be, an array."},
     {"int_error_text", pc_int_error_text, METH_VARARGS,
      "int_error_text(text, which): what is wrong with a call with an int that does not fit."},
     {"use_reducer", pc_use_reducer, METH_O,

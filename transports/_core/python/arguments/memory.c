@@ -1,6 +1,7 @@
 /* Arrays of other libraries than NumPy in host memory, and Python's numbers. See memory.h. */
 #include "memory.h"
 
+#include "base/copy.h"
 #include "dlpack.h"
 
 #include <assert.h>
@@ -234,6 +235,47 @@ PyObject *pc_target_stand_in(PyObject *target, PyObject *x) {
     bool may_be = copies != NULL && extent.writeable &&
                   (x == NULL || pc_is_numpy_scalar(x) || !overlap(&extent, x));
     return may_be ? copy_of(target, copies) : NULL;
+}
+
+static bool are_alike(const struct pc_array *one, const struct pc_array *other) {
+    return one->dtype == other->dtype && one->library == other->library &&
+           (one->library == NULL || one->format == other->format) && one->ndim == other->ndim &&
+           memcmp(one->dims, other->dims, (size_t)one->ndim * sizeof *one->dims) == 0;
+}
+
+static bool copy_all(PyObject *items, const struct pc_array *first, unsigned char *to) {
+    bool are_all = true;
+    for (Py_ssize_t index = 0; are_all && index < PyTuple_Size(items); index++) {
+        struct pc_array array;
+        if (!pc_memory_of(PyTuple_GetItem(items, index), &array))
+            return false;
+        are_all = are_alike(first, &array);
+        if (are_all)
+            pc_copy(to + (size_t)index * array.nbytes, array.data, array.nbytes);
+        pc_memory_release(&array);
+    }
+    return are_all;
+}
+
+PyObject *pc_stacked(PyObject *list, int count) {
+    PyObject *items = PyList_CheckExact(list) ? PyList_AsTuple(list) : Py_NewRef(list);
+    PyObject *first = items != NULL && PyTuple_Size(items) == count ? PyTuple_GetItem(items, 0)
+                                                                    : NULL;
+    struct pc_array like, made;
+    PyObject *whole = NULL;
+    if (first != NULL && pc_memory_of(first, &like)) {
+        whole = pc_memory_new(&like, first, count, &made);
+        if (whole != NULL) {
+            bool is_filled = copy_all(items, &like, made.data);
+            pc_memory_release(&made);
+            if (!is_filled)
+                Py_CLEAR(whole);
+        }
+        pc_memory_release(&like);
+    }
+    Py_XDECREF(items);
+    PyErr_Clear(); /* Python fails, too, and says so */
+    return whole;
 }
 
 /* --- what is reduced -------------------------------------------------------------------------- */

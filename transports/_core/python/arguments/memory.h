@@ -57,6 +57,8 @@ bool pc_is_array(PyObject *x);
    tensor that is not, or an array for a scalar of NumPy's. NULL without an exception: x needs none,
    or can have none; or it may overlap `out` (NULL: there is none). */
 PyObject *pc_stand_in(PyObject *x, PyObject *out);
+/* The same for a list or tuple of `count` arrays that are alike: one array of them. */
+PyObject *pc_stacked(PyObject *list, int count);
 /* The same for what is written to, if it may be; `x`: what is read meanwhile, or NULL. It must be
    copied to the target then. */
 PyObject *pc_target_stand_in(PyObject *target, PyObject *x);

@@ -5,8 +5,9 @@
 #include "base/copy.h"
 #include "python/base/views.h"
 
-/* dump(x) -> parts, or None if it is or may be an array; new_bytes(nbytes). */
-static PyObject *dump, *new_bytes;
+/* dump(x) -> parts, or None if it is or may be an array; dump_any(x) -> parts;
+   new_bytes(nbytes). */
+static PyObject *dump, *dump_any, *new_bytes;
 
 /* From so many bytes on memory is `new_bytes`'s. */
 #define LARGE_NBYTES 4096
@@ -35,10 +36,11 @@ static PyObject *joined(PyObject *parts) {
 }
 
 /* Of what is not plain, as Python's `dump` says. */
-static PyObject *dumped_parts(PyObject *x) {
-    if (dump == NULL || pc_is_array(x))
+static PyObject *dumped_parts(PyObject *x, bool is_item) {
+    bool is_array = pc_is_array(x);
+    if (dump == NULL || (is_array && !is_item))
         return NULL;
-    PyObject *parts = PyObject_CallFunctionObjArgs(dump, x, NULL);
+    PyObject *parts = PyObject_CallFunctionObjArgs(is_array ? dump_any : dump, x, NULL);
     if (parts == NULL && PyErr_Occurred() && (PyErr_ExceptionMatches(PyExc_TypeError) ||
                                               PyErr_ExceptionMatches(PyExc_ValueError)))
         PyErr_Clear(); /* Python says why it cannot be sent */
@@ -47,20 +49,20 @@ static PyObject *dumped_parts(PyObject *x) {
     return parts;
 }
 
-PyObject *pc_object_parts(PyObject *x) {
+PyObject *pc_object_parts(PyObject *x, bool is_item) {
     PyObject *plain = pc_pickle_plain(x);
     if (plain == NULL)
-        return !PyErr_Occurred() ? dumped_parts(x) : NULL;
+        return !PyErr_Occurred() ? dumped_parts(x, is_item) : NULL;
     PyObject *view = PyMemoryView_FromObject(plain);
     Py_DECREF(plain);
     return view != NULL ? Py_BuildValue("(N)", view) : NULL;
 }
 
-int pc_object_dump(PyObject *x, struct pc_array *bytes) {
+int pc_object_dump(PyObject *x, bool is_item, struct pc_array *bytes) {
     bytes->held.obj = NULL;
     PyObject *whole = pc_pickle_plain(x);
     if (whole == NULL && !PyErr_Occurred()) {
-        PyObject *parts = dumped_parts(x);
+        PyObject *parts = dumped_parts(x, is_item);
         if (parts != NULL)
             whole = PySequence_Size(parts) == 1 ? PySequence_GetItem(parts, 0) : joined(parts);
         else if (!PyErr_Occurred())
@@ -89,12 +91,12 @@ PyObject *pc_object_load(PyObject *memory) {
 }
 
 PyObject *pc_use_objects(PyObject *module, PyObject *args) {
-    PyObject *functions[2];
+    PyObject *functions[3];
     (void)module;
-    if (!PyArg_ParseTuple(args, "OO", &functions[0], &functions[1]))
+    if (!PyArg_ParseTuple(args, "OOO", &functions[0], &functions[1], &functions[2]))
         return NULL;
-    PyObject **kept[] = {&dump, &new_bytes};
-    for (int index = 0; index < 2; index++) {
+    PyObject **kept[] = {&dump, &dump_any, &new_bytes};
+    for (int index = 0; index < 3; index++) {
         PyObject *before = *kept[index];
         *kept[index] = Py_NewRef(functions[index]);
         Py_XDECREF(before);

@@ -127,12 +127,12 @@ static bool add_object(struct given *given, size_t index, PyObject *parts, bool 
 }
 
 /* Pickle the items. NULL, perhaps with an exception: leave it to Python. */
-static PyObject *dumped(PyObject *items, size_t *num_parts) {
+static PyObject *dumped(PyObject *items, bool are_items, size_t *num_parts) {
     Py_ssize_t count = PyTuple_Size(items);
     PyObject *all = PyTuple_New(count);
     *num_parts = 0;
     for (Py_ssize_t index = 0; all != NULL && index < count; index++) {
-        PyObject *parts = pc_object_parts(PyTuple_GetItem(items, index));
+        PyObject *parts = pc_object_parts(PyTuple_GetItem(items, index), are_items);
         if (parts == NULL || PyTuple_SetItem(all, index, parts) < 0)
             Py_CLEAR(all);
         else
@@ -301,7 +301,7 @@ struct pc_blocks *pc_blocks_of(const pc_collectives *self, int kind, int root, P
     PyObject *items = items_of(self, kind, root, x);
     size_t count = items != NULL ? (size_t)PyTuple_Size(items) : 0, num_parts = 2 * count;
     if (items != NULL && !pc_is_uneven(kind)) {
-        PyObject *parts = dumped(items, &num_parts);
+        PyObject *parts = dumped(items, kind == PC_ALL_TO_ALL, &num_parts);
         Py_DECREF(items);
         items = parts;
     }

@@ -400,7 +400,7 @@ static inline PyObject *attempt(pc_collectives *self, int kind, bool is_blocking
     return result;
 }
 
-/* What stands in for values that are not contiguous, or scalars of NumPy's. */
+/* What stands in for values that are not contiguous, scalars of NumPy's, or lists of arrays. */
 struct stand_ins {
     PyObject *x, *target; /* new references, or NULL */
     int target_at;        /* the argument that is written to */
@@ -416,6 +416,13 @@ static struct stand_ins stand_ins(const pc_collectives *self, int kind, bool is_
     if (x == NULL || (is_broadcast && !is_blocking) ||
         (pc_is_numpy_scalar(x) && !takes_numbers))
         return found;
+    if (PyList_CheckExact(x) || PyTuple_CheckExact(x)) {
+        bool is_scattered = kind == PC_SCATTER && out == NULL && is_blocking &&
+                            find_root(values[ROOT], self->size) == self->rank;
+        if (kind == PC_REDUCE_SCATTER || is_scattered)
+            found.x = pc_stacked(x, self->size);
+        return found;
+    }
     if (is_broadcast && find_root(values[ROOT], self->size) != self->rank) {
         found.target_at = X;
         found.target = pc_target_stand_in(x, NULL);
@@ -428,7 +435,7 @@ static struct stand_ins stand_ins(const pc_collectives *self, int kind, bool is_
     return found;
 }
 
-/* The same with what stands in for arrays that are not contiguous, and scalars of NumPy's. */
+/* The same with what stands in for arrays that are not contiguous, scalars, and lists of arrays. */
 PC_COLD static PyObject *attempt_with_stand_ins(pc_collectives *self, int kind, bool is_blocking,
                                                 PyObject **values, bool *goes_on) {
     struct stand_ins found = stand_ins(self, kind, is_blocking, values);

@@ -101,7 +101,7 @@ static bool view_announced(pc_comm *comm, int kind, PyObject **values, int root,
     bool is_root = comm->rank == root;
     struct pc_array *x = &found->x, *out = &found->out;
     if (is_root && !pc_memory_of(values[X], x)) {
-        found->is_object = kind == PC_BROADCAST && pc_object_dump(values[X], x) > 0;
+        found->is_object = kind == PC_BROADCAST && pc_object_dump(values[X], false, x) > 0;
         return found->is_object && pc_may_share(comm); /* pickling may have run anything */
     }
     if (is_root && x->ndim > PC_DESCRIBED_DIMS)

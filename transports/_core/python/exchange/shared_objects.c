@@ -22,7 +22,8 @@ static bool dump_given(struct pc_uneven *call, PyObject *x) {
         struct pc_given *given = &call->given[index];
         given->head = NULL;
         given->array.dtype = 0;
-        if (pc_object_dump(items != NULL ? PyTuple_GetItem(items, index) : x, &given->array) <= 0)
+        PyObject *one = items != NULL ? PyTuple_GetItem(items, index) : x;
+        if (pc_object_dump(one, call->method == PC_ALL_TO_ALL, &given->array) <= 0)
             break;
         call->num_given++;
     }
