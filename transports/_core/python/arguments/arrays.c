@@ -103,7 +103,10 @@ PyObject *pc_array_of_scalar(PyObject *x) {
         PyErr_Clear();
         return NULL;
     }
-    PyObject *array = pc_array_empty(dtypes[index].code, 0, NULL);
+    PyObject *nowhere = PyTuple_New(0), *array = NULL;
+    if (nowhere != NULL) /* of its dtype: there are several of int64 */
+        array = PyObject_CallFunctionObjArgs(empty, nowhere, dtypes[index].dtype, NULL);
+    Py_XDECREF(nowhere);
     if (array != NULL && pc_array_view(array, &view) && view.nbytes == (size_t)value.len)
         memcpy(view.data, value.buf, view.nbytes);
     else
