@@ -66,6 +66,22 @@ bool pc_array_warns(PyObject *x) {
     return (((const struct array_fields *)x)->flags & WARN_ON_WRITE) != 0;
 }
 
+static intptr_t distance(intptr_t stride) { return stride < 0 ? -stride : stride; }
+
+bool pc_is_injective(int ndim, const intptr_t *dims, const intptr_t *strides, intptr_t width) {
+    for (int axis = 0; axis < ndim; axis++) {
+        intptr_t within = width, step = distance(strides[axis]);
+        for (int other = 0; other < ndim; other++) {
+            intptr_t shorter = distance(strides[other]);
+            if (shorter < step || (shorter == step && other < axis))
+                within += dims[other] > 1 ? (dims[other] - 1) * shorter : 0;
+        }
+        if (dims[axis] > 1 && step < within)
+            return false;
+    }
+    return true;
+}
+
 bool pc_array_is_spread(PyObject *x, struct pc_extent *extent) {
     const struct array_fields *array = (const struct array_fields *)x;
     if (Py_TYPE(x) != ndarray || ndarray == NULL ||
@@ -78,7 +94,9 @@ bool pc_array_is_spread(PyObject *x, struct pc_extent *extent) {
         return false;
     extent->begin = array->data;
     extent->end = array->data + dtypes[index].itemsize;
-    extent->writeable = (array->flags & WRITEABLE) != 0;
+    intptr_t width = (intptr_t)dtypes[index].itemsize;
+    extent->writeable = (array->flags & WRITEABLE) != 0 &&
+                        pc_is_injective(array->ndim, array->dims, array->strides, width);
     for (int axis = 0; axis < array->ndim; axis++) {
         intptr_t reach = array->dims[axis] > 0 ? (array->dims[axis] - 1) * array->strides[axis] : 0;
         *(reach < 0 ? &extent->begin : &extent->end) += reach;

@@ -39,6 +39,9 @@ struct pc_extent {
     const char *begin, *end;
     bool writeable;
 };
+/* Whether no two elements share memory, as far as that is easily seen; strides in units of which an
+   element has `width`. */
+bool pc_is_injective(int ndim, const intptr_t *dims, const intptr_t *strides, intptr_t width);
 /* Whether x is an array of NumPy's as `pc_array_view` takes them, but not contiguous or not
    aligned. */
 bool pc_array_is_spread(PyObject *x, struct pc_extent *extent);

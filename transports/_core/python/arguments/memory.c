@@ -186,7 +186,9 @@ static bool is_tensor_spread(PyObject *x, struct pc_extent *extent) {
     intptr_t itemsize = (intptr_t)pc_itemsize(dtype);
     extent->begin = (const char *)tensor.data + tensor.byte_offset;
     extent->end = extent->begin + itemsize;
-    extent->writeable = pc_may_be_target(x, &memory);
+    extent->writeable = pc_may_be_target(x, &memory) &&
+                        pc_is_injective(tensor.ndim, (const intptr_t *)tensor.shape,
+                                        (const intptr_t *)tensor.strides, 1);
     for (int axis = 0; axis < tensor.ndim; axis++) {
         intptr_t steps = tensor.shape[axis] > 0 ? (intptr_t)tensor.shape[axis] - 1 : 0;
         intptr_t reach = steps * (intptr_t)tensor.strides[axis] * itemsize;
