@@ -127,6 +127,9 @@ for turn in range(3):
                     assert comm.broadcast(y, root) is y
             else:
                 filled((4, 2), lambda out: comm.broadcast(out, root), x)
+        for _ in range(5):
+            comm.send(y, 1 - rank)
+        filled((4, 2), lambda out: comm.recv(1 - rank, out=out), x)
         filled((8, 2), lambda out: whole_of(comm.all_gatherv(y, out=out), out), [*x, *x])
 ok()
 """
@@ -154,8 +157,11 @@ for turn in range(2):  # first calls are prepared in Python
         same(comm.all_gather(y), np.stack([y, y]))
         same(comm.broadcast(y if rank == 0 else None).copy("C"), y)
         same(comm.sendrecv(y, 1 - rank, 1 - rank), y)
-        comm.send(y, 1 - rank)
-        same(comm.recv(1 - rank), y)
+        for wide in (None, np.empty((4, 6))[:, ::2]):
+            comm.send(y, 1 - rank)
+            got = comm.recv(1 - rank, out=wide)
+            assert wide is None or got is wide
+            same(got.copy(), y)
     for z in (np.float64(1.5), np.float32(2.5), np.int64(7), np.int8(3), np.float16(0.5)):
         got = comm.all_reduce(z)
         assert type(got) is type(z) and got == 2 * z
@@ -220,6 +226,12 @@ for turn in range(2):
     frozen.flags.writeable = False
     error_like(ValueError, "read-only", comm.all_reduce, base[:4, :2], out=frozen)
     error_like(ValueError, "float32", comm.all_reduce, x, out=np.empty((4, 8), "f4")[:, ::2])
+    sent = np.arange(32.0).reshape(4, 8)[:, ::2]
+    comm.send(sent, 1 - rank)
+    error_like(ValueError, "read-only", comm.recv, 1 - rank, out=frozen)
+    error_like(pycoll.MismatchError, "float32", comm.recv, out=np.zeros((4, 4), "f4")[:, :2])
+    got = comm.recv(1 - rank, out=np.full((9, 9), -1.0)[:, ::2])  # which is longer
+    assert got.ravel()[:17].tolist() == [*sent.ravel(), -1]
     column = base[:, 0]
     assert comm.all_reduce(column, out=column) is column  # in place
     assert base[:, 0].tolist() == [1] * 4 + [2, 2] + [1, 1]

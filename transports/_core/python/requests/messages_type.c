@@ -47,26 +47,51 @@ static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t co
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
 }
 
+/* Receive into what stands in for `out`, and copy it there: steals the value. */
+static PyObject *copied(PyObject *value, PyObject *stand_in, PyObject *out) {
+    if (value == stand_in) {
+        Py_DECREF(value);
+        value = PyObject_SetItem(out, Py_Ellipsis, stand_in) == 0 ? Py_NewRef(out) : NULL;
+    }
+    return value;
+}
+
+static PyObject *receive(pc_messages *self, const struct pc_incoming_call *incoming,
+                         bool is_blocking, uint64_t timeout_ns) {
+    PyObject *value = is_blocking ? pc_messages_take(self, incoming) : NULL;
+    if (value != NULL || PyErr_Occurred())
+        return value;
+    struct pc_request *request = pc_messages_receive(self, incoming, PC_RECV, is_blocking);
+    return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
+}
+
 static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t count,
                             PyObject *keywords, bool is_blocking, const char *name) {
-    PyObject *values[ARGUMENTS] = {NULL};
+    PyObject *values[ARGUMENTS] = {NULL}, *stand_in = NULL, *value = NULL;
     struct pc_incoming_call incoming;
     uint64_t timeout_ns;
     incoming.array.held.obj = NULL;
-    if (!pc_messages_may_start(self) || !parse(recv_order, args, count, keywords, values) ||
-        !pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) ||
-        (!is_blocking && values[TIMEOUT] != NULL) ||
-        !pc_incoming_of(self, values[SOURCE], values[TAG], values[OUT], values[STATUS], &incoming))
-        return PyErr_Occurred() ? NULL
-                                : pc_call_method(self->slow, name, args, count, keywords);
-    PyObject *value = is_blocking ? pc_messages_take(self, &incoming) : NULL;
-    struct pc_request *request = NULL;
-    if (value == NULL && !PyErr_Occurred())
-        request = pc_messages_receive(self, &incoming, PC_RECV, is_blocking);
-    pc_memory_release(&incoming.array); /* which the request keeps */
-    if (request == NULL)
-        return value;
-    return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
+    bool plain = pc_messages_may_start(self) && parse(recv_order, args, count, keywords, values) &&
+                 pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) &&
+                 (is_blocking || values[TIMEOUT] == NULL);
+    if (plain && !pc_incoming_of(self, values[SOURCE], values[TAG], values[OUT], values[STATUS],
+                                 &incoming)) {
+        if (is_blocking && !is_none(values[OUT]) && !PyErr_Occurred())
+            stand_in = pc_target_stand_in(values[OUT], NULL);
+        plain = stand_in != NULL && pc_messages_may_start(self) &&
+                pc_incoming_of(self, values[SOURCE], values[TAG], stand_in, values[STATUS],
+                               &incoming);
+    }
+    if (plain) {
+        value = receive(self, &incoming, is_blocking, timeout_ns);
+        pc_memory_release(&incoming.array); /* which a request keeps */
+        if (stand_in != NULL && value != NULL)
+            value = copied(value, stand_in, values[OUT]);
+    } else if (!PyErr_Occurred()) {
+        value = pc_call_method(self->slow, name, args, count, keywords);
+    }
+    Py_XDECREF(stand_in);
+    return value;
 }
 
 /* The requests of a receive and a send at the same time; false: there is an exception. */
