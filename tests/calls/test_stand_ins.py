@@ -211,6 +211,8 @@ ok()
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_overlaps_is_refused_as_ever(scripts: Scripts, transport: str) -> None:
     text = """
+import threading
+
 base = np.zeros((8, 4))
 for turn in range(2):
     x, out = base[::2], base[1:5]
@@ -232,6 +234,22 @@ for turn in range(2):
     error_like(pycoll.MismatchError, "float32", comm.recv, out=np.zeros((4, 4), "f4")[:, :2])
     got = comm.recv(1 - rank, out=np.full((9, 9), -1.0)[:, ::2])  # which is longer
     assert got.ravel()[:17].tolist() == [*sent.ravel(), -1]
+    # what another thread writes behind the end of what comes stays
+    wide = np.zeros((8, 4))
+    if rank == 1:
+        comm.recv(0)
+        comm.send(np.ones(3), 0)
+    else:
+        def write():
+            wide[5, 1] = 7
+            comm.send(None, 1)
+        thread = threading.Timer(0, write)
+        thread.start()
+        while turn == 0 and wide[5, 1] != 7:
+            pass
+        comm.recv(1, out=wide[:, 1])
+        thread.join()
+        assert wide[:, 1].tolist() == [1, 1, 1, 0, 0, 7, 0, 0]
     column = base[:, 0]
     assert comm.all_reduce(column, out=column) is column  # in place
     assert base[:, 0].tolist() == [1] * 4 + [2, 2] + [1, 1]
@@ -259,6 +277,7 @@ def like(got, wanted):
 
 rows = [np.arange(6.0).reshape(2, 3) + index for index in range(size)]
 views = [memoryview(np.arange(4) + index) for index in range(size)]
+numbers = [arrays.array("d", [index, 2.0]) for index in range(size)]
 others = [np.ones(2), np.ones((2, 3), "f4"), {"a": np.ones(1)}]
 for turn in range(2):  # first calls are prepared in Python
     for given in (rows, tuple(rows)):
@@ -270,18 +289,39 @@ for turn in range(2):  # first calls are prepared in Python
             assert type(got) is list and len(got) == size
             for block in got:
                 same(block, rows[rank])
+    for places in ([np.empty((2, 3)) for _ in range(size)], tuple(np.empty((size, 2, 3)))):
+        assert comm.all_gather(rows[rank], out=places) is places
+        assert np.array_equal(places, rows)
+        own = [*places[:rank], rows[rank], *places[rank + 1 :]]
+        assert comm.all_gather(rows[rank], out=own) is own and np.array_equal(own, rows)
+        got = comm.gather(rows[rank], 1, out=places if rank == 1 else None)
+        assert got is (places if rank == 1 else None)
     like(comm.reduce_scatter(views, "max"), views[rank])
     like(comm.scatter(views if rank == 1 else None, 1), views[rank])
+    if turn == 0:
+        like(comm.reduce_scatter(numbers, "max"), numbers[rank])
+        like(comm.scatter(numbers if rank == 1 else None, 1), numbers[rank])
     for got in comm.all_to_all(others):
         assert str(got) == str(others[rank])
     if turn == 0:
-        before = {name: getattr(pycoll.Communicator, name) for name in ("all_to_all", "scatter")}
+        names = "all_to_all", "scatter", "all_gather"
+        before = {name: getattr(pycoll.Communicator, name) for name in names}
+        without_python("all_gather", "gather")
         without_python("reduce_scatter", "ireduce_scatter", "scatter", "all_to_all", "iall_to_all")
 for name, method in before.items():
     setattr(pycoll.Communicator, name, method)
 odd = [np.ones(index + 1) for index in range(size)]
 assert len(comm.scatter(odd if rank == 1 else None, 1)) == rank + 1
 assert [len(got) for got in comm.all_to_all(odd)] == [rank + 1] * size
+places = [np.empty((2, 3)) for _ in range(size)]
+error_like(ValueError, "it has 2", comm.all_gather, rows[0], out=places[:2])
+for wrong in (np.empty((3, 2)), np.empty((2, 3), "f4"), np.broadcast_to(1.0, (2, 3)), rows[0]):
+    error_like(ValueError, "out.1.", comm.all_gather, rows[0], out=[places[0], wrong, *places[2:]]
+               ) if rank != 1 else None
+long = np.full(20_000, float(rank))
+places = [np.empty(20_000) for _ in range(size)]
+assert comm.all_gather(long, out=places) is places and places[2][-1] == 2
+assert comm.scatter(places if rank == 1 else None, 1)[0] == rank
 error_like(ValueError, "leave it out", comm.all_to_all, rows, out=np.empty((size, 2, 3)))
 ok()
 """

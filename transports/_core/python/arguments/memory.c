@@ -217,9 +217,15 @@ static bool overlap(const struct pc_extent *extent, PyObject *other) {
     return extent->begin < two.end && two.begin < extent->end;
 }
 
+/* Python fails, too, and says so; but what a signal handler raised it would not. */
+static void forget_error(void) {
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
+        PyErr_Clear();
+}
+
 static PyObject *copy_of(PyObject *x, const char *copies) {
     PyObject *copy = PyObject_CallMethod(x, copies, NULL);
-    PyErr_Clear(); /* Python fails, too, and says so */
+    forget_error();
     return copy;
 }
 
@@ -259,14 +265,16 @@ static bool copy_all(PyObject *items, const struct pc_array *first, unsigned cha
     return are_all;
 }
 
-PyObject *pc_stacked(PyObject *list, int count) {
+PyObject *pc_stacked(PyObject *list, int count, size_t most) {
     PyObject *items = PyList_CheckExact(list) ? PyList_AsTuple(list) : Py_NewRef(list);
     PyObject *first = items != NULL && PyTuple_Size(items) == count ? PyTuple_GetItem(items, 0)
                                                                     : NULL;
     struct pc_array like, made;
     PyObject *whole = NULL;
     if (first != NULL && pc_memory_of(first, &like)) {
-        whole = pc_memory_new(&like, first, count, &made);
+        bool is_stdlib = like.library != NULL && like.library->form == STDLIB_ARRAY;
+        if (like.nbytes <= most && !is_stdlib) /* an array.array has one dimension */
+            whole = pc_memory_new(&like, first, count, &made);
         if (whole != NULL) {
             bool is_filled = copy_all(items, &like, made.data);
             pc_memory_release(&made);
@@ -276,7 +284,7 @@ PyObject *pc_stacked(PyObject *list, int count) {
         pc_memory_release(&like);
     }
     Py_XDECREF(items);
-    PyErr_Clear(); /* Python fails, too, and says so */
+    forget_error();
     return whole;
 }
 
@@ -337,6 +345,10 @@ int pc_may_be_target(PyObject *target, const struct pc_array *memory) {
         PyErr_Clear();
     Py_XDECREF(answer);
     return answer == Py_False;
+}
+
+bool pc_takes_values(const struct pc_array *memory) {
+    return memory->library == NULL || memory->library->form == DLPACK;
 }
 
 int pc_target_of_other(PyObject *target, struct pc_array *memory) {

@@ -55,10 +55,12 @@ static inline int pc_target_again(PyObject *target, const struct pc_array *x,
 bool pc_is_array(PyObject *x);
 /* What stands in for x where that is only read (new reference): a contiguous copy of an array or
    tensor that is not, or an array for a scalar of NumPy's. NULL without an exception: x needs none,
-   or can have none; or it may overlap `out` (NULL: there is none). */
+   or can have none; or it may overlap `out` (NULL: there is none). With an exception that is
+   no Exception: a signal handler has raised it. */
 PyObject *pc_stand_in(PyObject *x, PyObject *out);
-/* The same for a list or tuple of `count` arrays that are alike: one array of them. */
-PyObject *pc_stacked(PyObject *list, int count);
+/* The same for a list or tuple of `count` arrays that are alike, of at most `most` bytes each: one
+   array of them. */
+PyObject *pc_stacked(PyObject *list, int count, size_t most);
 /* The same for what is written to, if it may be; `x`: what is read meanwhile, or NULL. It must be
    copied to the target then. */
 PyObject *pc_target_stand_in(PyObject *target, PyObject *x);
@@ -67,6 +69,9 @@ static inline void pc_memory_release(struct pc_array *memory) {
     if (PC_UNLIKELY(memory->held.obj != NULL))
         PyBuffer_Release(&memory->held);
 }
+
+/* Whether such an array takes another one of its library by `x[...] = y`. */
+bool pc_takes_values(const struct pc_array *memory);
 
 /* Tell the library that its array is written to. 0; -1 with an exception. */
 int pc_tell_written_other(const struct pc_array *memory, PyObject *target);

@@ -207,14 +207,13 @@ static bool view_item(struct given *given, struct pc_out *out, PyObject *item, s
         const char *a = sent->iov_base, *b = array.data;
         may_be = a + sent->iov_len <= b || b + array.nbytes <= a;
     }
-    PyObject *keeper = may_be && pc_tell_written(&array, item) == 0
-                           ? pc_memory_keeper(&array, item, given->is_blocking)
-                           : NULL;
+    PyObject *keeper = may_be ? pc_memory_keeper(&array, item, given->is_blocking) : NULL;
     bool is_kept = keeper != NULL && PyList_Append(given->kept, keeper) == 0;
     if (is_kept) {
         *out = (struct pc_out){.object = Py_NewRef(item),
                                .start = array.data,
                                .nbytes = array.nbytes,
+                               .library = array.library,
                                .dtype = array.dtype,
                                .ndim = array.ndim};
         memcpy(out->dims, array.dims, (size_t)array.ndim * sizeof *array.dims);
@@ -241,8 +240,14 @@ static bool view_out(struct given *given, PyObject *out, size_t count) {
         PyObject *item = are_several ? PyTuple_GetItem(out, index) : out;
         is_well = item == Py_None || view_item(given, &blocks->out[index], item, count);
     }
-    return is_well && (blocks->own_at < 0 ||
-                       (read_own(blocks, &own) && fits(blocks, &own, blocks->own_at, 0)));
+    is_well = is_well && (blocks->own_at < 0 ||
+                          (read_own(blocks, &own) && fits(blocks, &own, blocks->own_at, 0)));
+    for (int index = 0; is_well && index < (are_several ? blocks->count : 1); index++) {
+        const struct pc_array told = {.library = blocks->out[index].library};
+        is_well = blocks->out[index].object == NULL ||
+                  pc_tell_written(&told, blocks->out[index].object) == 0;
+    }
+    return is_well;
 }
 
 /* Of a call in which it gives so many, in so many parts. NULL with an exception. */
@@ -312,15 +317,12 @@ struct pc_blocks *pc_blocks_of(const pc_collectives *self, int kind, int root, P
                           PyMem_Calloc(count + 1, sizeof(struct span))};
     if (given.spans == NULL && !PyErr_Occurred())
         PyErr_NoMemory();
-    bool is_list = out != NULL && PyList_CheckExact(out); /* which may change meanwhile */
-    PyObject *places = is_list ? PyList_AsTuple(out) : Py_XNewRef(out);
-    if (PyErr_Occurred() || !add_all(&given, self, items, places)) {
+    if (PyErr_Occurred() || !add_all(&given, self, items, out)) {
         pc_blocks_free(given.blocks, self->engine);
         given.blocks = NULL;
         Py_CLEAR(items);
         Py_CLEAR(given.kept);
     }
-    Py_XDECREF(places);
     *for_python = items;
     *kept = given.kept;
     PyMem_Free(given.spans);
@@ -486,6 +488,7 @@ bool pc_blocks_second(struct pc_blocks *blocks, struct pc_engine *engine) {
         *place = (struct pc_chunk_place){
             .nbytes = left_of(blocks, index), .source = -1, .target = -1};
         if (index != blocks->own_at) {
+            place->target = 1; /* what is empty is somewhere, too */
             if (place->nbytes > 0 && !place_left(blocks, engine, index))
                 return false;
         } else if (blocks->are_objects) {

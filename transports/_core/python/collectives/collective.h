@@ -82,6 +82,7 @@ struct pc_out {
     PyObject *object; /* NULL: none is given for this block */
     unsigned char *start;
     size_t nbytes;
+    const struct pc_library *library;
     int dtype, ndim;
     intptr_t dims[PC_MOST_BLOCK_DIMS];
 };
@@ -171,8 +172,9 @@ static inline unsigned pc_second_at(size_t nbytes) {
     unsigned bits = 64 - (unsigned)__builtin_clzll(nbytes | 7) - 3;
     return bits * 8 + (unsigned)(nbytes >> bits);
 }
-/* With both locks: keep the plan of second rounds of that length, if there is memory. */
-void pc_plan_keep_second(pc_plan *self, size_t nbytes, PyObject *second);
+/* With the engine's lock: keep the plan of second rounds of that length, with its reference. False:
+   there is one, or no memory. */
+bool pc_plan_keep_second(pc_plan *self, size_t nbytes, PyObject *second);
 
 /* blocks.c: look at the blocks that this rank gives. `for_python` gets these as x has them, `kept`
    what keeps their memory, and that of `out` (NULL: there is none). NULL without an exception:

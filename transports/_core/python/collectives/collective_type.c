@@ -149,12 +149,16 @@ static PyObject *collective_go_on(struct pc_running *self, PyObject *args) {
         return NULL;
     }
     self->second = (pc_plan *)Py_NewRef(plan);
+    Py_INCREF(plan); /* which is kept perhaps; no reference is made with the engine's lock */
+    bool is_kept = false;
     if (pc_engine_take(engine, &turn)) {
-        if (keeps && self->blocks != NULL)
-            pc_plan_keep_second(self->plan, self->blocks->longest, plan);
+        is_kept = keeps && self->blocks != NULL &&
+                  pc_plan_keep_second(self->plan, self->blocks->longest, plan);
         pc_collective_go_on(self, self->second);
     }
     pc_engine_give(engine, &turn);
+    if (!is_kept)
+        Py_DECREF(plan);
     pc_engine_let_go(engine);
     Py_RETURN_NONE;
 }

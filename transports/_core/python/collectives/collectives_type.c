@@ -265,9 +265,13 @@ static struct pc_running *begin_blocks(pc_collectives *self, struct plan_key *ke
     PyObject *out = is_rooted && self->rank != key->root ? NULL : values[OUT];
     if (key->algorithm != NULL || (!is_none(out) && !pc_is_uneven(kind)))
         return NULL;
+    bool is_list = out != NULL && PyList_CheckExact(out); /* which may change meanwhile */
+    PyObject *places = is_list ? PyList_AsTuple(out) : Py_NewRef(out != NULL ? out : Py_None);
+    if (places == NULL)
+        return NULL;
     struct pc_blocks *blocks = pc_blocks_of(self, kind, key->root, values[X],
-                                            is_none(out) ? NULL : out, key->blocking != 0, &given,
-                                            &kept);
+                                            is_none(places) ? NULL : places, key->blocking != 0,
+                                            &given, &kept);
     /* pickling may have run anything */
     if (blocks != NULL && !pc_may_start((struct pc_methods *)self,
                                         self->context->collectives_usable)) {
@@ -286,8 +290,7 @@ static struct pc_running *begin_blocks(pc_collectives *self, struct plan_key *ke
         if (kind == PC_BROADCAST)
             started->x = PyTuple_Pack(2, PyTuple_GetItem(given, 0), values[X]);
         else
-            started->x = pc_is_uneven(kind) ? PyTuple_Pack(2, given, is_none(out) ? Py_None : out)
-                                            : Py_NewRef(given);
+            started->x = pc_is_uneven(kind) ? PyTuple_Pack(2, given, places) : Py_NewRef(given);
         started->kind = kind;
         started->root = key->root;
         started->source_keeper = Py_NewRef(kept);
@@ -304,6 +307,7 @@ static struct pc_running *begin_blocks(pc_collectives *self, struct plan_key *ke
         started = pc_collective_start(started);
     }
     pc_blocks_free(blocks, self->engine);
+    Py_DECREF(places);
     Py_XDECREF(plan);
     Py_XDECREF(given);
     Py_XDECREF(kept);
@@ -404,7 +408,49 @@ static inline PyObject *attempt(pc_collectives *self, int kind, bool is_blocking
 struct stand_ins {
     PyObject *x, *target; /* new references, or NULL */
     int target_at;        /* the argument that is written to */
+    bool are_rows;        /* it is a list of arrays for the rows of a new one */
 };
+
+/* By messages Python has longer arrays of a list sent from where they are, or received there. */
+#define COPIED_NBYTES ((size_t)64 << 10)
+
+static PyObject *item_at(PyObject *list, int index) {
+    return PyList_CheckExact(list) ? PyList_GetItem(list, index) : PyTuple_GetItem(list, index);
+}
+
+/* Whether a gather's rows fit into the arrays of a list; in an all_gather this rank's may be x. */
+static bool are_for_rows(const pc_collectives *self, int kind, PyObject *x, PyObject *list) {
+    struct pc_array given, place;
+    if ((!PyList_CheckExact(list) && !PyTuple_CheckExact(list)) ||
+        PySequence_Size(list) != self->size || !pc_memory_of(x, &given))
+        return false;
+    bool fit = given.nbytes <= COPIED_NBYTES;
+    for (int index = 0; fit && index < self->size; index++) {
+        bool may_be_x = kind == PC_ALL_GATHER && index == self->rank;
+        fit = pc_target_of(item_at(list, index), &place);
+        if (fit) {
+            fit = place.library == given.library && pc_takes_values(&place) &&
+                  out_fits(1, 0, may_be_x ? PC_ALL_REDUCE : PC_SCAN, &given, &place);
+            pc_memory_release(&place);
+        }
+    }
+    pc_memory_release(&given);
+    return fit;
+}
+
+/* Copy rows to the arrays of a list, which is returned (new reference); NULL with an exception. */
+static PyObject *filled_rows(PyObject *list, PyObject *rows) {
+    Py_ssize_t count = PySequence_Size(rows);
+    bool is_well = count >= 0;
+    for (int index = 0; is_well && index < count; index++) {
+        PyObject *row = PySequence_GetItem(rows, index);
+        PyObject *item = row != NULL ? PySequence_GetItem(list, index) : NULL;
+        is_well = item != NULL && PyObject_SetItem(item, Py_Ellipsis, row) == 0;
+        Py_XDECREF(row);
+        Py_XDECREF(item);
+    }
+    return is_well ? Py_NewRef(list) : NULL;
+}
 
 static struct stand_ins stand_ins(const pc_collectives *self, int kind, bool is_blocking,
                                   PyObject **values) {
@@ -420,7 +466,7 @@ static struct stand_ins stand_ins(const pc_collectives *self, int kind, bool is_
         bool is_scattered = kind == PC_SCATTER && out == NULL && is_blocking &&
                             find_root(values[ROOT], self->size) == self->rank;
         if (kind == PC_REDUCE_SCATTER || is_scattered)
-            found.x = pc_stacked(x, self->size);
+            found.x = pc_stacked(x, self->size, is_scattered ? COPIED_NBYTES : SIZE_MAX);
         return found;
     }
     if (is_broadcast && find_root(values[ROOT], self->size) != self->rank) {
@@ -431,7 +477,12 @@ static struct stand_ins stand_ins(const pc_collectives *self, int kind, bool is_
     /* where the result is `out`, and no list of its rows */
     if (is_blocking && out != NULL && kind <= PC_REDUCE_SCATTERV && (out != x || may_be_in_place))
         found.target = pc_target_stand_in(out, out != x ? x : NULL);
-    found.x = pc_stand_in(x, out != x ? out : NULL);
+    bool gathers = is_blocking && out != NULL && (kind == PC_GATHER || kind == PC_ALL_GATHER);
+    bool is_listed = gathers && (PyList_CheckExact(out) || PyTuple_CheckExact(out));
+    if (is_listed)
+        found.are_rows = are_for_rows(self, kind, x, out);
+    else
+        found.x = pc_stand_in(x, out != x ? out : NULL);
     return found;
 }
 
@@ -441,13 +492,17 @@ PC_COLD static PyObject *attempt_with_stand_ins(pc_collectives *self, int kind, 
     struct stand_ins found = stand_ins(self, kind, is_blocking, values);
     PyObject *x = values[X], *target = values[found.target_at], *result = NULL;
     bool is_whole = values[OUT] != x || (found.x != NULL) == (found.target != NULL);
-    if ((found.x != NULL || found.target != NULL) && is_whole) {
+    if (!PyErr_Occurred() && is_whole &&
+        (found.x != NULL || found.target != NULL || found.are_rows)) {
         values[X] = found.x != NULL ? found.x : x;
-        values[found.target_at] = found.target != NULL ? found.target : values[found.target_at];
+        if (found.target != NULL || found.are_rows)
+            values[found.target_at] = found.target; /* NULL: rows of a new array */
         result = attempt(self, kind, is_blocking, values, goes_on);
     }
     PyObject *wanted = result;
-    if (result != NULL && result == found.target) {
+    if (found.are_rows && !is_none(result)) {
+        wanted = filled_rows(target, result);
+    } else if (result != NULL && result == found.target) {
         wanted = PyObject_SetItem(target, Py_Ellipsis, result) == 0 ? Py_NewRef(target) : NULL;
     } else if (result != NULL && result == found.x) {
         wanted = Py_NewRef(x);

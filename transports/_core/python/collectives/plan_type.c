@@ -200,11 +200,13 @@ void pc_compiled_free(struct pc_compiled *compiled) {
     free(compiled->successors);
 }
 
-void pc_plan_keep_second(pc_plan *self, size_t nbytes, PyObject *second) {
+bool pc_plan_keep_second(pc_plan *self, size_t nbytes, PyObject *second) {
     if (self->second == NULL)
         self->second = calloc(PC_SECONDS, sizeof *self->second);
-    if (self->second != NULL && self->second[pc_second_at(nbytes)] == NULL)
-        self->second[pc_second_at(nbytes)] = Py_NewRef(second);
+    if (self->second == NULL || self->second[pc_second_at(nbytes)] != NULL)
+        return false;
+    self->second[pc_second_at(nbytes)] = second;
+    return true;
 }
 
 static void plan_dealloc(pc_plan *self) {

@@ -19,6 +19,8 @@ static bool view_given(struct pc_uneven *call, PyObject *x, PyObject **kept) {
             PyErr_Clear();
         if (*kept == NULL || PyTuple_Size(*kept) != size)
             return false;
+    } else { /* which may stand in for what the caller has */
+        *kept = Py_NewRef(x);
     }
     for (int index = 0; index < count; index++) {
         PyObject *item = pc_uneven_gathers(call) ? x : PyTuple_GetItem(*kept, index);
@@ -70,8 +72,12 @@ static bool view_out(const struct pc_uneven *call, PyObject *out, struct pc_arra
         PyObject *item = are_several ? PyTuple_GetItem(out, index) : out;
         if ((!are_several || item != Py_None) &&
             (!pc_target_of(item, &targets[index]) ||
-             !may_be_out(call, &targets[index], are_several ? index : -1) ||
-             pc_tell_written(&targets[index], item) < 0))
+             !may_be_out(call, &targets[index], are_several ? index : -1)))
+            return false;
+    }
+    for (int index = 0; index < count; index++) {
+        PyObject *item = are_several ? PyTuple_GetItem(out, index) : out;
+        if (item != Py_None && pc_tell_written(&targets[index], item) < 0)
             return false;
     }
     return true;

@@ -30,6 +30,8 @@ int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag
         outgoing->array.held.obj = NULL;
     }
     outgoing->stand_in = !pc_is_numpy_scalar(x) ? pc_stand_in(x, NULL) : NULL;
+    if (PyErr_Occurred())
+        return -1;
     if (outgoing->stand_in != NULL) {
         if (pc_messages_may_start(self) && pc_memory_of(outgoing->stand_in, &outgoing->array) &&
             outgoing->array.ndim <= PC_NAMED_DIMS)
@@ -227,8 +229,13 @@ PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint
 PyObject *pc_messages_finish_posted(pc_messages *self, struct pc_request *received,
                                     const struct pc_outgoing *posted, uint64_t timeout_ns) {
     PyObject *sent = Py_BuildValue("il", posted->dest, posted->tag);
-    PyObject *result = sent != NULL ? finish(self, received, sent, timeout_ns) : NULL;
-    Py_XDECREF(sent);
+    if (sent == NULL) {
+        pc_started_give_up((struct pc_started *)received);
+        Py_DECREF((PyObject *)received);
+        return NULL;
+    }
+    PyObject *result = finish(self, received, sent, timeout_ns);
+    Py_DECREF(sent);
     return result;
 }
 

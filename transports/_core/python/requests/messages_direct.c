@@ -123,7 +123,7 @@ struct found {
 static bool look(pc_messages *self, int first, int count, struct found *found) {
     pc_engine_object *engine = self->engine;
     int spins = engine->shm.channel.host->spins;
-    for (int looks = 0; looks <= spins && looks < MOST_LOOKS; looks++) {
+    for (int looks = 0; looks <= spins && looks < MOST_LOOKS; looks += count) {
         for (int place = first; place < first + count; place++) {
             found->source = place < self->size ? place : place - self->size;
             found->rank = self->members[found->source];

@@ -47,13 +47,30 @@ static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t co
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
 }
 
-/* Receive into what stands in for `out`, and copy it there: steals the value. */
-static PyObject *copied(PyObject *value, PyObject *stand_in, PyObject *out) {
-    if (value == stand_in) {
-        Py_DECREF(value);
-        value = PyObject_SetItem(out, Py_Ellipsis, stand_in) == 0 ? Py_NewRef(out) : NULL;
-    }
-    return value;
+/* What has come, in bytes, by the bytes of an element; -1 with an exception. */
+static Py_ssize_t elements_of(PyObject *status, PyObject *out) {
+    PyObject *nbytes = PyObject_GetAttrString(status, "nbytes");
+    PyObject *itemsize = PyObject_GetAttrString(out, "itemsize");
+    Py_ssize_t count = -1;
+    if (nbytes != NULL && itemsize != NULL)
+        count = PyLong_AsSsize_t(nbytes) / PyLong_AsSsize_t(itemsize);
+    Py_XDECREF(nbytes);
+    Py_XDECREF(itemsize);
+    return count;
+}
+
+/* Copy as many elements as have come from what stands in for `out`, an array of NumPy's, to it:
+   others may have written to the rest. Returns `out`; NULL with an exception. */
+static PyObject *filled(PyObject *out, PyObject *stand_in, PyObject *status) {
+    Py_ssize_t count = elements_of(status, out);
+    PyObject *to = count >= 0 ? PyObject_GetAttrString(out, "flat") : NULL;
+    PyObject *from = to != NULL ? PyObject_GetAttrString(stand_in, "flat") : NULL;
+    PyObject *part = from != NULL ? PySequence_GetSlice(from, 0, count) : NULL;
+    bool is_well = part != NULL && PySequence_SetSlice(to, 0, count, part) == 0;
+    Py_XDECREF(to);
+    Py_XDECREF(from);
+    Py_XDECREF(part);
+    return is_well ? Py_NewRef(out) : NULL;
 }
 
 static PyObject *receive(pc_messages *self, const struct pc_incoming_call *incoming,
@@ -67,7 +84,7 @@ static PyObject *receive(pc_messages *self, const struct pc_incoming_call *incom
 
 static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t count,
                             PyObject *keywords, bool is_blocking, const char *name) {
-    PyObject *values[ARGUMENTS] = {NULL}, *stand_in = NULL, *value = NULL;
+    PyObject *values[ARGUMENTS] = {NULL}, *stand_in = NULL, *status = NULL, *value = NULL;
     struct pc_incoming_call incoming;
     uint64_t timeout_ns;
     incoming.array.held.obj = NULL;
@@ -76,21 +93,27 @@ static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t
                  (is_blocking || values[TIMEOUT] == NULL);
     if (plain && !pc_incoming_of(self, values[SOURCE], values[TAG], values[OUT], values[STATUS],
                                  &incoming)) {
-        if (is_blocking && !is_none(values[OUT]) && !PyErr_Occurred())
+        if (is_blocking && !is_none(values[OUT]) && !PyErr_Occurred() &&
+            pc_is_numpy_array(values[OUT]))
             stand_in = pc_target_stand_in(values[OUT], NULL);
-        plain = stand_in != NULL && pc_messages_may_start(self) &&
-                pc_incoming_of(self, values[SOURCE], values[TAG], stand_in, values[STATUS],
-                               &incoming);
+        if (stand_in != NULL)
+            status = is_none(values[STATUS]) ? PyObject_CallNoArgs(self->status_type)
+                                             : Py_NewRef(values[STATUS]);
+        plain = status != NULL && pc_messages_may_start(self) &&
+                pc_incoming_of(self, values[SOURCE], values[TAG], stand_in, status, &incoming);
     }
     if (plain) {
         value = receive(self, &incoming, is_blocking, timeout_ns);
         pc_memory_release(&incoming.array); /* which a request keeps */
-        if (stand_in != NULL && value != NULL)
-            value = copied(value, stand_in, values[OUT]);
+        if (value != NULL && value == stand_in) {
+            Py_DECREF(value);
+            value = filled(values[OUT], stand_in, status);
+        }
     } else if (!PyErr_Occurred()) {
         value = pc_call_method(self->slow, name, args, count, keywords);
     }
     Py_XDECREF(stand_in);
+    Py_XDECREF(status);
     return value;
 }
 
