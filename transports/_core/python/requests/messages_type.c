@@ -63,7 +63,12 @@ static Py_ssize_t elements_of(PyObject *status, PyObject *out) {
    others may have written to the rest. Returns `out`; NULL with an exception. */
 static PyObject *filled(PyObject *out, PyObject *stand_in, PyObject *status) {
     Py_ssize_t count = elements_of(status, out);
-    PyObject *to = count >= 0 ? PyObject_GetAttrString(out, "flat") : NULL;
+    PyObject *size = count >= 0 ? PyObject_GetAttrString(out, "size") : NULL;
+    bool is_all = size != NULL && PyLong_AsSsize_t(size) == count;
+    Py_XDECREF(size);
+    if (is_all) /* at once: `flat` goes from element to element */
+        return PyObject_SetItem(out, Py_Ellipsis, stand_in) == 0 ? Py_NewRef(out) : NULL;
+    PyObject *to = size != NULL ? PyObject_GetAttrString(out, "flat") : NULL;
     PyObject *from = to != NULL ? PyObject_GetAttrString(stand_in, "flat") : NULL;
     PyObject *part = from != NULL ? PySequence_GetSlice(from, 0, count) : NULL;
     bool is_well = part != NULL && PySequence_SetSlice(to, 0, count, part) == 0;
