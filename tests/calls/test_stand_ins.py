@@ -296,6 +296,11 @@ for turn in range(2):  # first calls are prepared in Python
         assert comm.all_gather(rows[rank], out=own) is own and np.array_equal(own, rows)
         got = comm.gather(rows[rank], 1, out=places if rank == 1 else None)
         assert got is (places if rank == 1 else None)
+    points = [np.array(index + 1.0) for index in range(size)]  # of no axes
+    same(comm.reduce_scatter(points), size * points[rank][()])
+    same(comm.scatter(points if rank == 1 else None, 1), points[rank])
+    got = comm.igatherv(points[rank], 1, out=[np.array(0.0) for _ in points]).wait()
+    assert got == points if rank == 1 else got is None
     like(comm.reduce_scatter(views, "max"), views[rank])
     like(comm.scatter(views if rank == 1 else None, 1), views[rank])
     if turn == 0:

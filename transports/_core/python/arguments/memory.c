@@ -246,9 +246,11 @@ PyObject *pc_target_stand_in(PyObject *target, PyObject *x) {
 }
 
 static bool are_alike(const struct pc_array *one, const struct pc_array *other) {
-    return one->dtype == other->dtype && one->library == other->library &&
-           (one->library == NULL || one->format == other->format) && one->ndim == other->ndim &&
-           memcmp(one->dims, other->dims, (size_t)one->ndim * sizeof *one->dims) == 0;
+    bool are = one->dtype == other->dtype && one->library == other->library &&
+               (one->library == NULL || one->format == other->format) && one->ndim == other->ndim;
+    for (int axis = 0; are && axis < one->ndim; axis++) /* of none NumPy's dims are NULL */
+        are = one->dims[axis] == other->dims[axis];
+    return are;
 }
 
 static bool copy_all(PyObject *items, const struct pc_array *first, unsigned char *to) {

@@ -216,7 +216,8 @@ static bool view_item(struct given *given, struct pc_out *out, PyObject *item, s
                                .library = array.library,
                                .dtype = array.dtype,
                                .ndim = array.ndim};
-        memcpy(out->dims, array.dims, (size_t)array.ndim * sizeof *array.dims);
+        for (int axis = 0; axis < array.ndim; axis++) /* of none NumPy's are NULL */
+            out->dims[axis] = array.dims[axis];
     }
     Py_XDECREF(keeper);
     pc_memory_release(&array);
