@@ -165,7 +165,7 @@ def same(actual: Any, expected: Any, what: str) -> None:
 
 
 def some_object(rng: Random) -> Any:
-    form = rng.integers(6)
+    form = rng.integers(7)
     count = int(2 ** rng.uniform(0, 18))
     return (
         None,
@@ -174,4 +174,5 @@ def some_object(rng: Random) -> Any:
         {"nested": [(count, b"x" * count)]},
         [bytearray(count // 3)] * 3,
         float(count),
+        np.float32(count),
     )[form]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import numpy_oracle as oracle
 from programs_steps import Pending, Step, timeout
 from programs_values import (
     Array,
+    Random,
     agree,
     copied,
     fill,
@@ -18,6 +20,7 @@ from programs_values import (
     scribble,
     somewhere,
     tiled,
+    untouched,
 )
 
 if TYPE_CHECKING:
@@ -33,18 +36,28 @@ TRAITS: dict[str, set[str]] = {
     "scatter": {"root", "objects", "out", "rows"},
     "reduce_scatter": {"op", "out", "rows"},
     "all_to_all": {"objects", "out", "rows", "grows"},
-    "scan": {"op", "objects", "numbers"},
-    "exscan": {"op", "objects", "numbers"},
-    "gatherv": {"root", "one each"},
-    "all_gatherv": {"one each"},
-    "scatterv": {"root", "one each"},
-    "all_to_allv": {"pairs"},
-    "reduce_scatterv": {"op"},
+    "scan": {"op", "objects", "numbers", "out"},
+    "exscan": {"op", "objects", "numbers", "out"},
+    "gatherv": {"root", "one each", "out"},
+    "all_gatherv": {"one each", "out"},
+    "scatterv": {"root", "one each", "out"},
+    "all_to_allv": {"pairs", "out"},
+    "reduce_scatterv": {"op", "out"},
     "all_reduce_many": {"op", "many"},
 }
 """Of each collective: what it takes (root, op, objects, numbers, out), whether x has a rank axis
 ("rows"), whether the result has one more than a block ("grows"), and how many arrays there are:
 "one each" of the ranks, of their "pairs", or "many" on each; else all have one shape."""
+
+NO_ARRAYS = ("object", "number", "scalar")
+"""Dtypes of what is no array: a scalar is one of NumPy's."""
+
+SCALARS = ("int16", "uint8", "float32", "float64")
+
+
+def rows_of(x: Array) -> list[Array]:
+    """Return the rows of an array, as arrays."""
+    return [x[index, ...] for index in range(len(x))]
 
 
 def join(a: list[Any], b: list[Any]) -> list[Any]:
@@ -59,7 +72,7 @@ class Call(Step):
     Attributes:
         how: "block", "start" or "persist".
         shapes: one, or for some collectives one for each rank, pair of ranks, or array.
-        dtypes: one, or one for each array; also "object" and "number".
+        dtypes: one, or one for each array; also those of `NO_ARRAYS`.
         op: a name, or an index into `oracle.USER_OPS`.
         counts: of reduce_scatterv.
         first: the step that made this persistent request; else this step.
@@ -109,7 +122,7 @@ class Call(Step):
             assert request.start() is request, "start() returns the request"
         rank.pending[self.number] = Pending(request, check)
 
-    def _options(self, out: Array | None) -> dict[str, Any]:
+    def _options(self, out: Any) -> dict[str, Any]:
         options: dict[str, Any] = {}
         if "op" in self.traits:
             options["op"] = self.op
@@ -127,10 +140,10 @@ class Call(Step):
             options["algorithm"] = self.algorithm
         return options
 
-    def _arrays(self, rank: Rank, me: int) -> tuple[Any, Array | None]:
+    def _arrays(self, rank: Rank, me: int) -> tuple[Any, Any]:
         """Return x in some layout and some `out`, or none."""
         rng, name = rank.random(self.number, me, 1), self.name
-        are_arrays = self.kind not in ("object", "number")
+        are_arrays = self.kind not in NO_ARRAYS
         if name == "broadcast" and me != self.root:
             return (somewhere(rng, self.kind, self.shapes[0]) if are_arrays else None), None
         has_none = name in ("scatter", "scatterv") and me != self.root
@@ -141,44 +154,79 @@ class Call(Step):
             x = copied(x)
         elif isinstance(x, list):
             x = [oracle.laid_out(rng, item) for item in x]
+        elif name in ("scatter", "reduce_scatter") and rng.random() < 0.2:
+            x = [oracle.laid_out(rng, row) for row in rows_of(x)]
         else:
             x = oracle.laid_out(rng, x)
         if "out" not in self.traits:
             return x, None
-        shape = self.shapes[0]
-        if "grows" in self.traits:
-            shape = (len(self.team.members), *shape)
-        if rng.random() < 0.25:
-            if name in ("all_reduce", "all_to_all") or (name, me) == ("reduce", self.root):
-                x = copied(x)
-                return x, x
-            if name == "all_gather":
-                out = np.zeros(shape, oracle.dtype_of(self.kind))
-                out[me] = x
-                return out[me, ...], out
-            if name == "reduce_scatter":
-                x = copied(x)
-                return x, x[me, ...]
-        return x, somewhere(rng, self.kind, shape)
+        if isinstance(x, np.ndarray) and rng.random() < 0.25:
+            return self._in_place(rng, me, x)
+        return x, self._out(rng, me)
+
+    def _in_place(self, rng: Random, me: int, x: Array) -> tuple[Array, Any]:
+        """Return an x and an `out` that share memory, if the collective allows that."""
+        name, shape = self.name, self._out_shape(me)
+        draw = functools.partial(somewhere, rng, self.kind, always=True)
+        if name in ("all_reduce", "all_to_all") or (name, me) == ("reduce", self.root):
+            out = draw(x.shape)
+            out[...] = x
+            return out, out
+        if name == "all_gather":
+            rows = rng.random() < 0.3
+            out = [draw(x.shape) for _ in self.team.members] if rows else draw(shape)
+            mine = out[me] if rows else out[me, ...]
+            mine[...] = x
+            return mine, out
+        if name in ("reduce_scatter", "reduce_scatterv"):
+            whole = draw(x.shape)
+            whole[...] = x
+            start = sum(self.counts[:me])
+            return whole, whole[start : start + self.counts[me]] if self.counts else whole[me, ...]
+        return x, self._out(rng, me)
+
+    def _out_shape(self, me: int) -> tuple[int, ...]:
+        """Of one array, which takes the result."""
+        shape = self.shapes[me if self.name == "scatterv" else 0]
+        if self.counts:
+            return (self.counts[me], *shape[1:])
+        return (len(self.team.members), *shape) if "grows" in self.traits else shape
+
+    def _out(self, rng: Random, me: int) -> Any:
+        """Return an array, or a list of arrays, in some layouts; or none."""
+        size = len(self.team.members)
+        if self.name in ("gatherv", "all_gatherv", "all_to_allv"):
+            shapes = self.shapes[me::size] if self.name == "all_to_allv" else self.shapes
+            if all(len(shape) == 1 for shape in shapes) and rng.random() < 0.3:
+                return somewhere(rng, self.kind, (sum(math.prod(shape) for shape in shapes),))
+            if rng.random() < 0.5:
+                return None
+            return [somewhere(rng, self.kind, shape) for shape in shapes]
+        if self.name in ("gather", "all_gather") and rng.random() < 0.2:
+            return [somewhere(rng, self.kind, self.shapes[0], always=True) for _ in range(size)]
+        return somewhere(rng, self.kind, self._out_shape(me))
 
     def _check(
         self,
         rank: Rank,
         me: int,
         x: Any,
-        out: Array | None,
+        out: Any,
         x_before: Any,
-        out_before: Array | None,
+        out_before: Any,
         result: Any,
     ) -> None:
         what = f"step {self.number}: {self.name} on rank {me} of {len(self.team.members)}"
         expected = self._expected(rank, me)
+        rows = isinstance(out, list) and "grows" in self.traits
+        if rows and expected is not None:
+            expected = rows_of(expected)
         agree(rank.perturbed(result), expected, what)
         filled = self.name == "broadcast" and isinstance(x, np.ndarray) and me != self.root
         if filled:
             assert result is x, f"{what}: not the array that was passed"
         elif out is not None and expected is not None:
-            assert result is out, f"{what}: not its out"
+            self._check_filled(out, rows, expected, result, what)
         elif out is not None:
             agree(out, out_before, f"{what}: out off root")
         if not filled and not overlapping(x, out):
@@ -187,6 +235,19 @@ class Call(Step):
                 scribble(x)
         if self.how != "persist" and result is not x:
             rank.keep(what, result)
+
+    def _check_filled(self, out: Any, rows: bool, expected: Any, result: Any, what: str) -> None:
+        """Check that the result is what was passed as `out`."""
+        untouched(out)
+        if not isinstance(expected, list) or rows:
+            assert result is out, f"{what}: not its out"
+        elif isinstance(out, list):
+            for given, got in zip(out, result, strict=True):
+                assert given is None or given is got, f"{what}: not its out"
+        else:
+            for part in expected:
+                agree(out[: len(part)], part, f"{what}: its out")
+                out = out[len(part) :]
 
     # --- what it should give ---
 
@@ -202,6 +263,9 @@ class Call(Step):
             return [(value, to) for to in range(size)] if "rows" in self.traits else value
         if self.kind == "number":
             return int(rng.integers(-9, 10))
+        if self.kind == "scalar":
+            dtype = SCALARS[self.number % (2 if self.op == "bxor" else len(SCALARS))]
+            return tiled(rng, dtype, (), op="prod" if self.op == "prod" else "sum")[()]
         draw = functools.partial(tiled, rng, op=self.op)
         if "many" in self.traits:
             return list(map(draw, self.dtypes, self.shapes))
@@ -243,5 +307,7 @@ class Call(Step):
             return functools.reduce(join, operands)
         if self.kind == "number":
             return int(oracle.reduced(self.op, list(map(np.array, operands))))
+        if self.kind == "scalar":
+            return oracle.reduced(self.op, list(map(np.asarray, operands)))[()]
         combine = oracle.USER_OPS[self.op][1] if isinstance(self.op, int) else self.op
         return np.asarray(oracle.reduced(combine, operands))

@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import numpy_oracle as oracle
 from programs_steps import Pending, Rank, Step, patiently, raises, timeout
-from programs_values import Array, Random, agree, copied, fill, scribble, somewhere, tiled
+from programs_values import (
+    Array,
+    Random,
+    agree,
+    copied,
+    fill,
+    scribble,
+    somewhere,
+    tiled,
+    untouched,
+)
 
 import pycoll
 
@@ -84,6 +94,7 @@ class Exchange(Step):
         what = f"step {self.number}: sendrecv ({self.how}) on rank {me} from rank {source}"
         agree(rank.perturbed(result), value(rank, self, source), what)
         assert out is None or result is out, f"{what}: not its out"
+        untouched(out)
         agree(x, before, f"{what}: its input afterwards")
         scribble(x)
         if self.how != "persist":
@@ -209,6 +220,7 @@ class Receive(Step):
             assert status.nbytes == expected.nbytes, f"{what}: {status}"
         if out is not None:
             assert result is out, f"{what}: not its out"
+            untouched(out)
             before[: expected.size] = expected.ravel()
             expected = before
         agree(rank.perturbed(result), expected, what)

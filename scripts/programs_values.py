@@ -63,9 +63,21 @@ def scribble(x: Any) -> None:
         x[...] = np.array(1).astype(x.dtype)
 
 
-def overlapping(x: Any, out: Array | None) -> bool:
-    """Whether they are the same memory."""
-    return isinstance(x, np.ndarray) and out is not None and np.may_share_memory(x, out)
+def overlapping(x: Any, out: Any) -> bool:
+    """Whether they are the same memory, or that of an array of the list `out`."""
+    outs = out if isinstance(out, list) else [out]
+    return isinstance(x, np.ndarray) and any(
+        item is not None and np.may_share_memory(x, item) for item in outs
+    )
+
+
+def untouched(out: Any) -> None:
+    """What lies between the elements of an array of `somewhere`, or of a list of them."""
+    for item in out if isinstance(out, list) else [out]:
+        wide = item.base if item is not None and item.ndim else None
+        between = isinstance(wide, np.ndarray) and wide.shape == (*item.shape, 2)
+        if between and item.strides == wide.strides[:-1]:  # else it is a row of another array
+            assert not wide[..., 1].tobytes().strip(b"\0"), "written between elements of out"
 
 
 def agree(actual: Any, expected: Any, what: str) -> None:

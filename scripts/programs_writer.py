@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy_oracle as oracle
-from programs_calls import TRAITS, Call
+from programs_calls import NO_ARRAYS, TRAITS, Call
 from programs_messages import UNIQUE, Exchange, Receive, Send, Vain
 from programs_steps import Close, Compute, Drop, Step, Team, Touch, Wait, Wrong
 from programs_teams import Teams
@@ -109,7 +109,7 @@ class Writer(Teams):
 
     def _shape(self, dtype: str, limit: int = LARGEST) -> tuple[int, ...]:
         """Draw a shape of at most `limit` bytes; most are small."""
-        size = 16 if dtype in ("object", "number") else oracle.dtype_of(dtype).itemsize
+        size = 16 if dtype in NO_ARRAYS else oracle.dtype_of(dtype).itemsize
         chance = self._rng.random()
         highest = 21 if chance > 1 - self._large else 17 if chance > 1 - 3 * self._large else 12
         count = min(int(2 ** self._rng.uniform(0, highest)) - 1, limit // size)
@@ -226,7 +226,7 @@ class Writer(Teams):
         if "op" not in traits:
             return None, (*oracle.ALL, *oracle.MOVING)
         if others and "numbers" in traits and self._chance(0.1):
-            return self._one_of(("sum", "prod", "min", "max", "bxor")), ("number",)
+            return self._one_of(("sum", "prod", "min", "max", "bxor")), ("number", "scalar")
         if self._chance(0.25):
             op = self._below(len(oracle.USER_OPS))
             return op, oracle.USER_OPS[op][2]
