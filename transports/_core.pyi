@@ -61,6 +61,13 @@ def add_dtype(dtype: Any, code: int, /) -> None: ...
 def add_library(
     kind: str, sample: Any, tell: Callable[[Any], Any] | None, keep: Callable[[Any], Any] | None, /
 ) -> bool: ...
+def add_viewed(
+    cls: type,
+    view: Callable[[Any], Any],
+    target: Callable[[Any], Any],
+    make: Callable[[Any], Any] | None,
+    /,
+) -> bool: ...
 def use_objects(
     dump: Callable[[Any], Sequence[Any] | None],
     dump_any: Callable[[Any], Sequence[Any]],

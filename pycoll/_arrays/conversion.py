@@ -19,6 +19,7 @@ dtype alone does not tell (C's long and long long are both int64) the character 
 from __future__ import annotations
 
 import array as stdlib_array
+import functools
 import math
 import re
 import struct
@@ -82,10 +83,20 @@ def wrap(x: object, writing: bool = False) -> Value | None:
             reached); says what to do.
     """
     if "numpy" in sys.modules:
-        if isinstance(x, np.ndarray):
+        if type(x) is np.ndarray:
             return libraries.wrap_numpy(x)
         if isinstance(x, np.generic):
             return None
+    value = _wrap_other(x, writing)
+    if value is not None and type(x) not in libraries.known_to_core and value.stage is None:
+        _look_at(type(x), value.kind)
+    return value
+
+
+def _wrap_other(x: Any, writing: bool) -> Value | None:
+    """The same for what is no plain array of NumPy's."""
+    if "numpy" in sys.modules and isinstance(x, np.ndarray):
+        return libraries.wrap_numpy(x)
     if x is None or isinstance(x, _OBJECTS):
         return None
     if isinstance(x, memoryview):
@@ -102,6 +113,28 @@ def wrap(x: object, writing: bool = False) -> Value | None:
     if hasattr(kind, "__dlpack__") or hasattr(kind, "__cuda_array_interface__"):
         return libraries.wrap_dlpack(x, writing)
     return None
+
+
+def _look_at(cls: type[Any], kind: str) -> None:
+    """Have the core ask here what is in the memory of arrays of this type."""
+
+    def seen(x: Any, writing: bool = False) -> Array | None:
+        if kind != "numpy" and x.__dlpack_device__()[0] not in dlpack.HOST_DEVICES:
+            return None
+        value = wrap_target(x) if writing else wrap(x)
+        if value is None or value.kind != kind:
+            return None
+        if writing:
+            libraries.tell_written(value)
+        return libraries.to_numpy(value.array, value.dtype)
+
+    def made(array: Array) -> Any:
+        value = libraries.wrap_numpy(array)
+        assert value is not None, "it has come of one"
+        return unwrap(Value(value.array, value.dtype, kind))
+
+    to_write = functools.partial(seen, writing=True)
+    libraries.let_core_ask(cls, seen, to_write, made if kind != "numpy" else None)
 
 
 def wrap_operand(x: object) -> Value:

@@ -107,7 +107,7 @@ def wrap_torch(torch: Any, x: Any, writing: bool) -> Value:
             f"a tensor of type {type_name(x)} has no memory of its own here: {said(exc)}. "
             "Pass a plain tensor, for example x.to_local() or one made outside of a trace."
         ) from exc
-    if _core is not None and type(x) not in _introduced:
+    if type(x) not in known_to_core:
         _introduce_torch(torch, x)
     return Value(array, dtype, "torch", x)
 
@@ -137,8 +137,17 @@ class _TensorMemory:
 _NOWHERE: Final = np.empty(1)
 """Where arrays without elements are."""
 
-_introduced: Final[set[type]] = set()
-"""Types of tensors that the core has been told of, if there is anything to tell."""
+known_to_core: Final[set[type]] = {memoryview, stdlib_array.array}
+"""Types of arrays that the core looks at, or asks Python about."""
+
+_MOST_KNOWN: Final = 64
+
+
+def let_core_ask(cls: type, seen: Any, to_write: Any, made: Any) -> None:
+    """Have the core ask for what stands for arrays of this type; see `add_viewed` there."""
+    if len(known_to_core) < _MOST_KNOWN and _core is not None:
+        known_to_core.add(cls)
+        _core.add_viewed(cls, seen, to_write, made)
 
 
 def _introduce_torch(torch: Any, x: Any) -> None:
@@ -157,12 +166,8 @@ def _introduce_torch(torch: Any, x: Any) -> None:
             plain = tensor.detach()
             return (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
 
-        _core.add_library("torch", x, tell, kept)
-    if len(_introduced) < _MOST_INTRODUCED:
-        _introduced.add(cls)
-
-
-_MOST_INTRODUCED: Final = 64
+        if _core is not None and _core.add_library("torch", x, tell, kept):
+            known_to_core.add(cls)
 
 
 def _stage_torch(torch: Any, x: Any, plain: Any, dtype: DType, writing: bool) -> Value:

@@ -20,11 +20,18 @@ struct array_fields { /* the beginning of NumPy's PyArrayObject */
     int flags;
 };
 
+struct dtype_fields { /* the beginning of NumPy's PyArray_Descr */
+    PyObject_HEAD
+    PyTypeObject *scalar;
+    char kind, letter, byte_order;
+};
+
 static PyTypeObject *ndarray; /* NULL: not in use */
 static PyObject *empty;       /* numpy.empty */
+static bool knows_copies;     /* of dtypes */
 
-/* NumPy's dtypes are single objects, so an address tells the type. A copy of one is a dtype that we
-   do not know, and its arrays go the long way. */
+/* NumPy's dtypes are single objects, so an address tells the type. But an array that was pickled
+   has a copy of one. */
 #define MAX_DTYPES 32
 static struct {
     PyObject *dtype;
@@ -35,6 +42,32 @@ static struct {
 static _Atomic int num_dtypes; /* without the interpreter's lock, too: what stands before stays */
 static int last_dtype;
 
+static bool is_copy(PyObject *dtype, int index) {
+    const struct dtype_fields *one = (const struct dtype_fields *)dtype;
+    const struct dtype_fields *other = (const struct dtype_fields *)dtypes[index].dtype;
+    return Py_TYPE(dtype) == Py_TYPE(dtypes[index].dtype) && one->scalar == other->scalar &&
+           one->letter == other->letter && one->byte_order == other->byte_order;
+}
+
+/* That it says more of the elements than their type. */
+static bool has_metadata(PyObject *dtype) {
+    PyObject *metadata = PyObject_GetAttrString(dtype, "metadata");
+    PyErr_Clear();
+    Py_XDECREF(metadata);
+    return metadata != Py_None;
+}
+
+/* The place of a dtype; num_dtypes: there is none. */
+static int find_dtype(PyObject *dtype) {
+    for (int index = 0; index < num_dtypes; index++)
+        if (dtypes[index].dtype == dtype)
+            return index;
+    for (int index = 0; knows_copies && index < num_dtypes; index++)
+        if (is_copy(dtype, index))
+            return has_metadata(dtype) ? num_dtypes : index;
+    return num_dtypes;
+}
+
 int pc_array_view(PyObject *x, struct pc_array *view) {
     if (Py_TYPE(x) != ndarray || ndarray == NULL)
         return 0;
@@ -42,9 +75,8 @@ int pc_array_view(PyObject *x, struct pc_array *view) {
     if ((array->flags & (C_CONTIGUOUS | ALIGNED)) != (C_CONTIGUOUS | ALIGNED))
         return 0;
     int index = last_dtype;
-    if (dtypes[index].dtype != array->dtype) {
-        for (index = 0; index < num_dtypes && dtypes[index].dtype != array->dtype; index++)
-            ;
+    if (PC_UNLIKELY(dtypes[index].dtype != array->dtype)) {
+        index = find_dtype(array->dtype);
         if (index == num_dtypes)
             return 0;
         last_dtype = index;
@@ -87,9 +119,7 @@ bool pc_array_is_spread(PyObject *x, struct pc_extent *extent) {
     if (Py_TYPE(x) != ndarray || ndarray == NULL ||
         (array->flags & (C_CONTIGUOUS | ALIGNED)) == (C_CONTIGUOUS | ALIGNED))
         return false;
-    int index = 0;
-    while (index < num_dtypes && dtypes[index].dtype != array->dtype)
-        index++;
+    int index = find_dtype(array->dtype);
     if (index == num_dtypes)
         return false;
     extent->begin = array->data;
@@ -154,8 +184,9 @@ PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extr
         PyTuple_SetItem(shape, 0, PyLong_FromSsize_t(extra));
     for (int axis = skipped; axis < like->ndim; axis++)
         PyTuple_SetItem(shape, axis - skipped + added, PyLong_FromSsize_t(like->dims[axis]));
+    int index = find_dtype(((struct array_fields *)x)->dtype); /* there are several of int64 */
     PyObject *made =
-        PyObject_CallFunctionObjArgs(empty, shape, ((struct array_fields *)x)->dtype, NULL);
+        PyObject_CallFunctionObjArgs(empty, shape, dtypes[index].dtype, NULL);
     Py_DECREF(shape);
     return made;
 }
@@ -272,6 +303,11 @@ PyObject *pc_use_numpy(PyObject *Py_UNUSED(module), PyObject *args) {
                  (one->flags & (C_CONTIGUOUS | ALIGNED | WRITEABLE)) ==
                      (C_CONTIGUOUS | ALIGNED | WRITEABLE) &&
                  (two->flags & (C_CONTIGUOUS | ALIGNED | WRITEABLE)) == ALIGNED;
+    const struct dtype_fields *fields = (const struct dtype_fields *)dtype;
+    PyObject *scalar = dtype != NULL ? PyObject_GetAttrString(dtype, "type") : NULL;
+    knows_copies = known && (PyObject *)fields->scalar == scalar && fields->kind == 'f' &&
+                   fields->letter == 'd' && fields->byte_order == '=';
+    Py_XDECREF(scalar);
     Py_XDECREF(dtype);
     PyErr_Clear();
     if (known && ndarray == NULL) {

@@ -45,6 +45,22 @@ static struct pc_library numbers[] = {
 };
 const struct pc_library *const pc_python_int = &numbers[3];
 
+/* Types at whose arrays Python looks: NumPy's own subclasses, and libraries without a table. */
+static struct viewed {
+    PyTypeObject *type;
+    PyObject *view;   /* returns an array of NumPy's over the memory of one, or with its values */
+    PyObject *target; /* the same of one that is written to, over its memory */
+    PyObject *make;   /* makes one of an array of NumPy's; NULL: that is what comes back */
+} viewed[MAX_LIBRARIES];
+static int num_viewed;
+
+static const struct viewed *viewed_of(PyObject *x) {
+    for (int index = 0; index < num_viewed; index++)
+        if (viewed[index].type == Py_TYPE(x))
+            return &viewed[index];
+    return NULL;
+}
+
 static const struct pc_library *library_of(PyTypeObject *type) {
     for (int index = 0; index < num_libraries; index++)
         if (libraries[index].type == type)
@@ -163,7 +179,7 @@ int pc_memory_of_other(PyObject *x, struct pc_array *memory) {
 }
 
 bool pc_is_array(PyObject *x) {
-    return library_of(Py_TYPE(x)) != NULL || pc_is_numpy_array(x);
+    return library_of(Py_TYPE(x)) != NULL || pc_is_numpy_array(x) || viewed_of(x) != NULL;
 }
 
 /* --- what is not contiguous ------------------------------------------------------------------- */
@@ -229,16 +245,52 @@ static PyObject *copy_of(PyObject *x, const char *copies) {
     return copy;
 }
 
-PyObject *pc_stand_in(PyObject *x, PyObject *out) {
+/* A contiguous array of NumPy's that stands for x; NULL: Python does without, or says why not. */
+static PyObject *view_of(PyObject *x, PyObject *how) {
+    struct pc_array seen;
+    PyObject *view = PyObject_CallFunctionObjArgs(how, x, NULL);
+    forget_error();
+    if (view != NULL && !pc_array_view(view, &seen))
+        Py_CLEAR(view);
+    return view;
+}
+
+PyObject *pc_stand_in(PyObject *x, PyObject *out, bool may_differ) {
     struct pc_extent extent;
+    const struct viewed *how = viewed_of(x);
+    if (how != NULL)
+        return may_differ || how->make == NULL ? view_of(x, how->view) : NULL;
     const char *copies = spread(x, &extent);
     if (copies == NULL)
         return pc_array_of_scalar(x);
     return out == NULL || !overlap(&extent, out) ? copy_of(x, copies) : NULL;
 }
 
-PyObject *pc_target_stand_in(PyObject *target, PyObject *x) {
+/* One array, or a list of several. */
+static PyObject *made_again(PyObject *made, const struct viewed *how) {
+    if (!PyList_CheckExact(made))
+        return PyObject_CallFunctionObjArgs(how->make, made, NULL);
+    for (Py_ssize_t index = 0; index < PyList_Size(made); index++) {
+        PyObject *item = PyObject_CallFunctionObjArgs(how->make, PyList_GetItem(made, index), NULL);
+        if (item == NULL || PyList_SetItem(made, index, item) < 0)
+            return NULL;
+    }
+    return Py_NewRef(made);
+}
+
+PyObject *pc_result_of_stand_in(PyObject *x, PyObject *result) {
+    const struct viewed *how = viewed_of(x);
+    if (pc_is_numpy_scalar(x))
+        return pc_array_value(result);
+    return how == NULL || how->make == NULL ? Py_NewRef(result) : made_again(result, how);
+}
+
+PyObject *pc_target_stand_in(PyObject *target, PyObject *x, bool *is_copy) {
     struct pc_extent extent;
+    const struct viewed *how = viewed_of(target);
+    *is_copy = how == NULL;
+    if (how != NULL)
+        return view_of(target, how->target);
     const char *copies = spread(target, &extent);
     bool may_be = copies != NULL && extent.writeable &&
                   (x == NULL || pc_is_numpy_scalar(x) || !overlap(&extent, x));
@@ -698,6 +750,22 @@ static const struct dl_exchange *exchange_of(PyTypeObject *type) {
     while (exchange != NULL && exchange->version.major != 1)
         exchange = exchange->older;
     return exchange != NULL && exchange->describe != NULL ? exchange : NULL;
+}
+
+/* add_viewed(type, view, target, make) -> bool: Python looks at arrays of that type, as `struct
+   viewed` says; `make` may be None. */
+PyObject *pc_add_viewed(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *type, *view, *target, *make;
+    if (!PyArg_ParseTuple(args, "O!OOO", &PyType_Type, &type, &view, &target, &make))
+        return NULL;
+    if (num_viewed == MAX_LIBRARIES)
+        Py_RETURN_FALSE;
+    viewed[num_viewed].type = (PyTypeObject *)Py_NewRef(type);
+    viewed[num_viewed].view = Py_NewRef(view);
+    viewed[num_viewed].target = Py_NewRef(target);
+    viewed[num_viewed].make = make != Py_None ? Py_NewRef(make) : NULL;
+    num_viewed++;
+    Py_RETURN_TRUE;
 }
 
 /* add_library(kind, sample, tell, keep) -> bool: arrays of the sample's type are looked at, if they

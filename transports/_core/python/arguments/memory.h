@@ -54,16 +54,19 @@ static inline int pc_target_again(PyObject *target, const struct pc_array *x,
 /* Whether x is an array of such a library, wherever it lies. */
 bool pc_is_array(PyObject *x);
 /* What stands in for x where that is only read (new reference): a contiguous copy of an array or
-   tensor that is not, or an array for a scalar of NumPy's. NULL without an exception: x needs none,
-   or can have none; or it may overlap `out` (NULL: there is none). With an exception that is
-   no Exception: a signal handler has raised it. */
-PyObject *pc_stand_in(PyObject *x, PyObject *out);
+   tensor that is not, an array for a scalar of NumPy's, or a view of what Python looks at
+   (`add_viewed`), of NumPy's kind; if x is of another kind only if it `may_differ`. NULL without an
+   exception: x needs none, or can have none; or it may overlap `out` (NULL: there is none). With an
+   exception that is no Exception: a signal handler has raised it. */
+PyObject *pc_stand_in(PyObject *x, PyObject *out, bool may_differ);
+/* The new array, or list of them, that came of it, as x would have had it (new reference). */
+PyObject *pc_result_of_stand_in(PyObject *x, PyObject *result);
 /* The same for a list or tuple of `count` arrays that are alike, of at most `most` bytes each: one
    array of them. */
 PyObject *pc_stacked(PyObject *list, int count, size_t most);
-/* The same for what is written to, if it may be; `x`: what is read meanwhile, or NULL. It must be
-   copied to the target then. */
-PyObject *pc_target_stand_in(PyObject *target, PyObject *x);
+/* The same for what is written to, if it may be; `x`: what is read meanwhile, or NULL. If it is a
+   copy, it must be copied to the target then. */
+PyObject *pc_target_stand_in(PyObject *target, PyObject *x, bool *is_copy);
 
 static inline void pc_memory_release(struct pc_array *memory) {
     if (PC_UNLIKELY(memory->held.obj != NULL))
@@ -157,5 +160,6 @@ bool pc_read_description(const unsigned char *description, size_t length,
                          struct pc_described *array);
 
 PyObject *pc_add_library(PyObject *module, PyObject *args);
+PyObject *pc_add_viewed(PyObject *module, PyObject *args);
 
 #endif

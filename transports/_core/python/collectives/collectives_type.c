@@ -408,6 +408,7 @@ static inline PyObject *attempt(pc_collectives *self, int kind, bool is_blocking
 struct stand_ins {
     PyObject *x, *target; /* new references, or NULL */
     int target_at;        /* the argument that is written to */
+    bool is_copy;         /* and which has to be copied there */
     bool are_rows;        /* it is a list of arrays for the rows of a new one */
 };
 
@@ -452,6 +453,11 @@ static PyObject *filled_rows(PyObject *list, PyObject *rows) {
     return is_well ? Py_NewRef(list) : NULL;
 }
 
+/* Whether a rank says of what kind its array is, for others to make one. */
+static bool tells_kind(int kind) {
+    return kind == PC_BROADCAST || kind == PC_SCATTER || pc_is_uneven(kind);
+}
+
 static struct stand_ins stand_ins(const pc_collectives *self, int kind, bool is_blocking,
                                   PyObject **values) {
     PyObject *x = values[X], *out = is_none(values[OUT]) ? NULL : values[OUT];
@@ -471,18 +477,20 @@ static struct stand_ins stand_ins(const pc_collectives *self, int kind, bool is_
     }
     if (is_broadcast && find_root(values[ROOT], self->size) != self->rank) {
         found.target_at = X;
-        found.target = pc_target_stand_in(x, NULL);
+        found.target = pc_target_stand_in(x, NULL, &found.is_copy);
         return found;
     }
     /* where the result is `out`, and no list of its rows */
     if (is_blocking && out != NULL && kind <= PC_REDUCE_SCATTERV && (out != x || may_be_in_place))
-        found.target = pc_target_stand_in(out, out != x ? x : NULL);
+        found.target = pc_target_stand_in(out, out != x ? x : NULL, &found.is_copy);
     bool gathers = is_blocking && out != NULL && (kind == PC_GATHER || kind == PC_ALL_GATHER);
     bool is_listed = gathers && (PyList_CheckExact(out) || PyTuple_CheckExact(out));
     if (is_listed)
         found.are_rows = are_for_rows(self, kind, x, out);
+    else if (found.target != NULL && out == x && !found.is_copy)
+        found.x = Py_NewRef(found.target);
     else
-        found.x = pc_stand_in(x, out != x ? out : NULL);
+        found.x = pc_stand_in(x, out != x ? out : NULL, is_blocking && !tells_kind(kind));
     return found;
 }
 
@@ -503,12 +511,12 @@ PC_COLD static PyObject *attempt_with_stand_ins(pc_collectives *self, int kind, 
     if (found.are_rows && !is_none(result)) {
         wanted = filled_rows(target, result);
     } else if (result != NULL && result == found.target) {
-        wanted = PyObject_SetItem(target, Py_Ellipsis, result) == 0 ? Py_NewRef(target) : NULL;
+        bool is_there = !found.is_copy || PyObject_SetItem(target, Py_Ellipsis, result) == 0;
+        wanted = is_there ? Py_NewRef(target) : NULL;
     } else if (result != NULL && result == found.x) {
         wanted = Py_NewRef(x);
-    } else if (found.x != NULL && pc_is_numpy_scalar(x) && is_none(values[OUT]) &&
-               !is_none(result)) {
-        wanted = pc_array_value(result);
+    } else if (found.x != NULL && is_none(values[OUT]) && !is_none(result)) {
+        wanted = pc_result_of_stand_in(x, result);
     }
     if (wanted != result)
         Py_DECREF(result);

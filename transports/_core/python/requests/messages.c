@@ -29,7 +29,7 @@ int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag
         pc_memory_release(&outgoing->array);
         outgoing->array.held.obj = NULL;
     }
-    outgoing->stand_in = !pc_is_numpy_scalar(x) ? pc_stand_in(x, NULL) : NULL;
+    outgoing->stand_in = !pc_is_numpy_scalar(x) ? pc_stand_in(x, NULL, false) : NULL;
     if (PyErr_Occurred())
         return -1;
     if (outgoing->stand_in != NULL) {

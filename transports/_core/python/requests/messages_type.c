@@ -93,6 +93,7 @@ static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t
     struct pc_incoming_call incoming;
     uint64_t timeout_ns;
     incoming.array.held.obj = NULL;
+    bool is_copy;
     bool plain = pc_messages_may_start(self) && parse(recv_order, args, count, keywords, values) &&
                  pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) &&
                  (is_blocking || values[TIMEOUT] == NULL);
@@ -100,7 +101,7 @@ static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t
                                  &incoming)) {
         if (is_blocking && !is_none(values[OUT]) && !PyErr_Occurred() &&
             pc_is_numpy_array(values[OUT]))
-            stand_in = pc_target_stand_in(values[OUT], NULL);
+            stand_in = pc_target_stand_in(values[OUT], NULL, &is_copy);
         if (stand_in != NULL)
             status = is_none(values[STATUS]) ? PyObject_CallNoArgs(self->status_type)
                                              : Py_NewRef(values[STATUS]);
@@ -112,7 +113,7 @@ static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t
         pc_memory_release(&incoming.array); /* which a request keeps */
         if (value != NULL && value == stand_in) {
             Py_DECREF(value);
-            value = filled(values[OUT], stand_in, status);
+            value = is_copy ? filled(values[OUT], stand_in, status) : Py_NewRef(values[OUT]);
         }
     } else if (!PyErr_Occurred()) {
         value = pc_call_method(self->slow, name, args, count, keywords);
