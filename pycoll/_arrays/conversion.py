@@ -126,7 +126,9 @@ def _look_at(cls: type[Any], kind: str) -> None:
             return None
         if writing:
             libraries.tell_written(value)
-        return libraries.to_numpy(value.array, value.dtype)
+        array = libraries.to_numpy(value.array, value.dtype)
+        libraries.tell_dtype(array.dtype, value.dtype)
+        return array
 
     def made(array: Array) -> Any:
         value = libraries.wrap_numpy(array)

@@ -40,9 +40,14 @@ def wrap_numpy(x: Array) -> Value | None:
         dtype = dtypes.of_numpy(x.dtype)
     except TypeError:
         return None
-    if dtype.foreign and dtype.code and _core is not None:
-        _core.add_dtype(x.dtype, dtype.code)
+    tell_dtype(x.dtype, dtype)
     return Value(plain.view(dtype.storage) if dtype.foreign else plain, dtype, "numpy", x)
+
+
+def tell_dtype(own: np.dtype[Any], dtype: DType) -> None:
+    """Tell the core of a dtype that is not NumPy's own."""
+    if dtype.foreign and dtype.code and _core is not None:
+        _core.add_dtype(own, dtype.code)
 
 
 def wrap_memoryview(x: memoryview) -> Value:

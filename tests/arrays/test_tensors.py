@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from script_jobs import Jobs, all_well
 
 pytestmark = pytest.mark.libraries
 
@@ -406,3 +407,38 @@ def test_tensors_that_are_not_contiguous_go_through_no_python(ranks: Any, torch:
             comm.all_reduce(x, out=base.reshape(6, 4))
 
     ranks(program)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_of_a_pytorch_without_a_table_the_core_asks_python(job: Jobs, transport: str) -> None:
+    text = """
+import torch
+del torch.Tensor.__dlpack_c_exchange_api__
+
+def never(*args, **kwargs):
+    raise AssertionError("it went through Python")
+
+x, out = torch.arange(4.0) + rank, torch.empty(4)
+total = [1.0, 3.0, 5.0, 7.0]
+half = x.bfloat16()
+for turn in range(3):
+    for call in ("all_reduce", "scan", "all_gather", "reduce_scatter"):
+        if turn == 1:
+            setattr(pycoll.Communicator, call, never)
+    assert comm.all_reduce(x).tolist() == total
+    before = out._version
+    assert comm.all_reduce(x, out=out) is out and out.tolist() == total
+    assert out._version > before
+    assert comm.all_reduce(half).tolist() == total and comm.all_reduce(half).dtype == half.dtype
+    own = x.clone()
+    assert comm.all_reduce(own, out=own) is own and own.tolist() == total
+    assert comm.scan(x).tolist() == (total if rank else x.tolist())
+    assert torch.equal(comm.all_gather(x), torch.stack([x - rank, x - rank + 1]))
+    assert comm.reduce_scatter(x.reshape(2, 2)).tolist() == total[2 * rank : 2 * rank + 2]
+    z = torch.tensor([1 + 2j, 3 + 4j])
+    assert comm.all_reduce(z.conj()).tolist() == [2 - 4j, 6 - 8j]
+    assert comm.all_reduce(z.conj().imag).tolist() == [-4, -8]
+    assert comm.all_reduce(torch.nn.Parameter(x)).tolist() == total
+ok()
+"""
+    all_well(job(2, text, "--transport", transport), 2)
