@@ -263,6 +263,7 @@ class CompiledPlan:
         segments: int = 1,
         granule: int = 1,
         announced: tuple[Any, ...] | None = None,
+        salt: int = 0,
         /,
     ) -> CompiledPlan: ...
 

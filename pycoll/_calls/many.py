@@ -2,6 +2,9 @@
 
 A bucket is memory of its own, in which arrays lie one after the other; their results are views
 into it. A large array is a bucket alone, and is not copied. All buckets are under way at once.
+
+Of a short list, whose arrays share one bucket, the core makes that itself, by the plan of an
+earlier call that was alike (`_core/python/collectives/many.c`): to the other ranks it is the same.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from pycoll._arrays.value import Value
 from pycoll._calls import packings, shared_memory_calls, wide_averages
 from pycoll._calls.arguments import Target
 from pycoll._calls.call_plan import CallPlan, Route, route_of
-from pycoll._calls.collectives import bind, bind_pieces
-from pycoll._calls.group import Group, Numbered
+from pycoll._calls.collectives import bind, bind_pieces, piece_ends
+from pycoll._calls.group import Bound, Group, Numbered
 from pycoll._calls.message_steps import pulled
 from pycoll._calls.number_plans import GatheredInts
 from pycoll._calls.preparing import forced_text
@@ -171,7 +174,7 @@ def _filled(target: Target, place: Array, late: LateCopies) -> Any:
 
 def prepare_all_reduce_many(
     group: Group, xs: Any, op: Reducer, out: Any, algorithm: str | None, blocking: bool
-) -> CallPlan[Any]:
+) -> ManyPlan:
     """Combine all ranks' arrays, each with its like; the results, a list, are on every rank.
 
     Args:
@@ -231,20 +234,71 @@ def prepare_all_reduce_many(
             for value, out in zip(values, outs, strict=True)
         ]
 
-    def steps(call: Numbered) -> CallSteps:
-        return _over_messages(group, call, buckets, resolved, algorithm, ints)
+    how = resolved, algorithm, values, buckets, results, ints
+    return ManyPlan(group, text, route, *how)
 
-    def through_core(shm: ShmComm) -> None:
-        _through_core(shm, part_of("many", text), buckets, resolved)
-        if ints is not None:
-            move(shm, "all_gather", *_arrays_of(ints, shm.size))
 
-    def result(got: Any, late: LateCopies) -> list[Any]:
-        if ints is not None:
-            ints.check(text)
-        return [made(late) for made in results]
+class ManyPlan(CallPlan[list[Any]]):
+    """An all_reduce of many arrays.
 
-    return CallPlan(group, text, steps, route, through_core, result, values)
+    Args:
+        group, text, route: as of `CallPlan`.
+        op: what combines.
+        algorithm: what the caller has named, or None.
+        values: the arrays; `LIKE` stands for an int.
+        buckets: those that are no ints.
+        results: what makes the results, in their order.
+        ints: the ints; None: there are none.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        text: str,
+        route: Route,
+        op: Op,
+        algorithm: str | None,
+        values: Sequence[Value],
+        buckets: Sequence[Bucket],
+        results: Sequence[Callable[[LateCopies], Any]],
+        ints: GatheredInts | None,
+    ) -> None:
+        super().__init__(group, text, route=route, reads=values)
+        self._op, self._algorithm = op, algorithm
+        self._buckets, self._results, self._ints = buckets, results, ints
+
+    @property
+    def salt(self) -> int:
+        """What its parts in shared memory are signed with."""
+        return part_of("many", self.text)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one all_reduce, of a bucket."""
+        return len(self._buckets) == 1 and self._ints is None
+
+    def part(self, call: Numbered) -> CallSteps:
+        """Run it by messages."""
+        how = self._buckets, self._op, self._algorithm, self._ints
+        return _over_messages(self.group, call, *how)
+
+    def bind(self) -> Bound | None:
+        """Return the schedule and memory of its bucket, if that is all."""
+        if not self.is_one or wide_averages.applies(self._op, self._buckets[0].dtype):
+            return None
+        return _bound(self.group, self._buckets[0], self._op, self._algorithm)[0]
+
+    def in_shared_memory(self, shm: ShmComm) -> None:
+        """Run it in shared memory."""
+        _through_core(shm, self.salt, self._buckets, self._op)
+        if self._ints is not None:
+            move(shm, "all_gather", *_arrays_of(self._ints, shm.size))
+
+    def result(self, got: Any, late: LateCopies) -> list[Any]:
+        """Return the results."""
+        if self._ints is not None:
+            self._ints.check(self.text)
+        return [made(late) for made in self._results]
 
 
 def _shown(value: Value) -> tuple[str, tuple[int, ...]]:
@@ -329,6 +383,22 @@ def _fill(
     return buckets, [results[place] for place in range(len(values))]
 
 
+def _bound(group: Group, bucket: Bucket, op: Op, algorithm: str | None) -> tuple[Bound, Array]:
+    """Return the schedule of a bucket, with its memory, and the array that gets the result."""
+    source, target = bucket.source, bucket.target
+    # In one segment: the buckets overlap each other already.
+    how = "all_reduce", Choice(_choose(group, op, source.nbytes, algorithm, shm=False).name)
+    combine = bucket.reduction(op, group.size)
+    if wide_averages.applies(op, bucket.dtype):
+        wide = wide_averages.memory(source.shape)
+        source = target = wide.array
+        combine = reduction(op, wide, source.shape, group.size)
+    binding = bind_pieces(group, how, combine, source, target)
+    ends = piece_ends(source.size, source.itemsize, len(binding.nbytes))
+    places = [(end - begin, begin, begin) for begin, end in pairwise(ends)]
+    return Bound(how, binding, places=places), target
+
+
 def _over_messages(
     group: Group,
     call: Numbered,
@@ -339,18 +409,9 @@ def _over_messages(
 ) -> CallSteps:
     runs, totals = [], []
     for subcall, bucket in enumerate(buckets):
-        # In one segment: the buckets overlap each other already.
-        chosen = _choose(group, op, bucket.source.nbytes, algorithm, shm=False)
-        how = "all_reduce", Choice(chosen.name)
-        source, target = bucket.source, bucket.target
-        combine = bucket.reduction(op, group.size)
-        if wide_averages.applies(op, bucket.dtype):
-            wide = wide_averages.memory(source.shape)
-            source = target = wide.array
-            combine = reduction(op, wide, source.shape, group.size)
-        totals.append(target)
-        binding = bind_pieces(group, how, combine, source, target)
-        runs.append(group.operation(call, subcall, how, binding))
+        bound, total = _bound(group, bucket, op, algorithm)
+        totals.append(total)
+        runs.append(group.operation(call, subcall, bound.how, bound.binding))
     gathering = []
     if ints is not None:
         chosen = group.choose("all_gather", len(ints.mine), None, shm=False)

@@ -350,6 +350,9 @@ class ShmComm:
         """Return a call of the fast path, from what the core kept of it."""
         method, _, x, op, root, number, counts = described
         collective = METHODS[method]
+        order = self._context.next_number + max(0, number - self.core.internal - 1)
+        if collective == "all_reduce_many":
+            return Call(x, order, self._context)
         words = []
         value = conversion.wrap(x) if x is not None else None
         if value is not None and collective not in ("broadcast", "scatter", "scatterv"):
@@ -362,9 +365,7 @@ class ShmComm:
             words.append(packing.text)
         if counts is not None:
             words.append(counts_text(counts))
-        text = _text(collective, words, op or "sum", root)
-        order = self._context.next_number + max(0, number - self.core.internal - 1)
-        return Call(text, order, self._context)
+        return Call(_text(collective, words, op or "sum", root), order, self._context)
 
 
 def part_of(whole: str, text: str) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pycoll._calls.group import Group
     from pycoll._communicator.communicator import Communicator
 
-_COLLECTIVES = (*METHODS, "all_reduce_many", "allreduce")
+_COLLECTIVES = (*METHODS, "allreduce")
 _MESSAGES = ("send", "ssend", "bsend", "recv", "sendrecv")
 _PROBES = ("probe", "iprobe", "mprobe", "improbe")
 _MAKING = ("dup", "split", "split_by_host", "grid", "share")

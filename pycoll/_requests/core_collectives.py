@@ -210,7 +210,7 @@ class CompiledPlans:
         _follow_changes()
         group, calls, name = self._group, self._calls[blocking], METHODS[kind]
         arguments: dict[str, Any] = {"algorithm": algorithm} if name not in UNEVEN else {}
-        if name in ("scatterv", "all_to_allv"):
+        if name in ("scatterv", "all_to_allv", "all_reduce_many"):
             arguments["xs"] = x
         elif name != "barrier":
             arguments["x"] = x
@@ -218,12 +218,15 @@ class CompiledPlans:
             arguments["root"] = root
         if name not in ("barrier", "broadcast"):
             arguments["out"] = result
-        reduces = name in schedules.REDUCING or name == "reduce_scatterv"
+        reduces = name in schedules.REDUCING or name in ("reduce_scatterv", "all_reduce_many")
         if reduces:
             arguments["op"] = OPS[op]
         if counts is not None:
             arguments["counts"] = counts
         plan = getattr(calls, name)(**arguments)
+        if name == "all_reduce_many" and plan.route is Route.SHARED_MEMORY and plan.is_one:
+            text, nothing = plan.text.encode(), core_runs.NO_REDUCTION
+            return CompiledPlan(group.size, 0, [], [], text, nothing, 1, 1, None, plan.salt)
         if plan.route is not Route.MESSAGES:
             return None
         if not reduces and core_runs.may_be_offered():
@@ -242,9 +245,7 @@ class CompiledPlans:
             return None
         if name == "exscan" and group.rank == 0:
             bound = bound._replace(binding=binding._replace(target=[None] * len(binding.target)))
-        places = bound.places
-        if places is None:
-            places = _places(bound, _elements(x), _elements(result))
+        places = bound.places or _places(bound, _elements(x), _elements(result))
         if places is None:
             return None
         collective, choice, *roots = bound.how
@@ -491,7 +492,8 @@ def collectives_of(
     owner = Owner(group, plans)
     of_group = context.core, group.size, group.rank, owner, CoreCollective
     shm = group.shm.core if group.shm is not None else None
-    twins = (name.replace("reduce_scatterv", "reduce_scatter") for name in METHODS)
+    like = {"reduce_scatterv": "reduce_scatter", "all_reduce_many": "all_reduce"}
+    twins = (like.get(name, name) for name in METHODS)
     allowed = [shm is not None and group.allows_shared_memory(name) for name in twins]
     bits = sum(is_allowed << method for method, is_allowed in enumerate(allowed))
     return Collectives(*of_group, plans, finish, _unpack, slow, shm, bits)

@@ -24,6 +24,7 @@ def each_call(count):
         "broadcast": (last, lambda c, **how: c.broadcast(mine, last, **how)),
         "reduce": (last, lambda c, **how: c.reduce(x, "max", 0, **how)),
         "all_reduce": (last, lambda c, **how: c.all_reduce(x, **how)),
+        "all_reduce_many": (last, lambda c, **how: c.all_reduce_many([x, mine], **how)),
         "gather": (last, lambda c, **how: c.gather(x, 0, **how)),
         "all_gather": (last, lambda c, **how: c.all_gather(x, **how)),
         "scatter": (last, lambda c, **how: c.scatter(none(rows, last), last, mine, **how)),

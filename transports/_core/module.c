@@ -83,7 +83,8 @@ static const char *const methods_named[] = {
     [PC_ALL_REDUCE] = "all_reduce", [PC_GATHER] = "gather", [PC_ALL_GATHER] = "all_gather",
     [PC_SCATTER] = "scatter", [PC_REDUCE_SCATTER] = "reduce_scatter",
     [PC_ALL_TO_ALL] = "all_to_all", [PC_SCAN] = "scan", [PC_EXSCAN] = "exscan",
-    [PC_REDUCE_SCATTERV] = "reduce_scatterv", [PC_GATHERV] = "gatherv",
+    [PC_REDUCE_SCATTERV] = "reduce_scatterv", [PC_ALL_REDUCE_MANY] = "all_reduce_many",
+    [PC_GATHERV] = "gatherv",
     [PC_ALL_GATHERV] = "all_gatherv", [PC_SCATTERV] = "scatterv",
     [PC_ALL_TO_ALLV] = "all_to_allv"};
 static const char *const operators[] = {

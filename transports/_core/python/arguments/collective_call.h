@@ -25,6 +25,7 @@ static const signed char parameters[PC_METHODS][8] = {
     [PC_SCAN] = {X, OP, OUT, OTHERS},
     [PC_EXSCAN] = {X, OP, OUT, OTHERS},
     [PC_REDUCE_SCATTERV] = {X, COUNTS, OP, OUT, OTHERS},
+    [PC_ALL_REDUCE_MANY] = {XS, OP, OUT, OTHERS},
     [PC_GATHERV] = {X, ROOT, OUT, -1, TIMEOUT, -1},
     [PC_ALL_GATHERV] = {X, OUT, -1, TIMEOUT, -1},
     [PC_SCATTERV] = {XS, ROOT, OUT, -1, TIMEOUT, -1},

@@ -9,15 +9,17 @@ enum pc_kind {
     PC_REDUCE_SCATTER, PC_ALL_TO_ALL, PC_SCAN, PC_EXSCAN, PC_KINDS
 };
 
-/* Those whose blocks differ in length, or in shape, are methods of their own, but no kinds. */
+/* Those of several arrays, or of blocks that differ in length or shape, are methods of their own,
+   but no kinds. */
 enum {
-    PC_REDUCE_SCATTERV = PC_KINDS, PC_GATHERV, PC_ALL_GATHERV, PC_SCATTERV, PC_ALL_TO_ALLV,
-    PC_METHODS
+    PC_REDUCE_SCATTERV = PC_KINDS, PC_ALL_REDUCE_MANY, PC_GATHERV, PC_ALL_GATHERV, PC_SCATTERV,
+    PC_ALL_TO_ALLV, PC_METHODS
 };
 
 static inline bool pc_reduces(int kind) {
     return kind == PC_REDUCE || kind == PC_ALL_REDUCE || kind == PC_REDUCE_SCATTER ||
-           kind == PC_REDUCE_SCATTERV || kind == PC_SCAN || kind == PC_EXSCAN;
+           kind == PC_REDUCE_SCATTERV || kind == PC_ALL_REDUCE_MANY || kind == PC_SCAN ||
+           kind == PC_EXSCAN;
 }
 
 /* Of blocks that differ in shape. */

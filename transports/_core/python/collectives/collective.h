@@ -67,6 +67,7 @@ typedef struct {
     size_t text_nbytes, granule;
     uint32_t num_segments;
     PyObject **second; /* plans of second rounds, by `pc_second_at`; NULL: none are known yet */
+    uint64_t salt; /* of calls in shared memory, of which nothing but the text is known; else 0 */
 } pc_plan;
 
 struct pc_plan_entry;
@@ -114,6 +115,32 @@ struct pc_blocks {
     PyObject *came; /* the others, as `Memory`, once somebody has asked; then `grown` has none */
 };
 
+/* The arrays of an all_reduce_many, all of one dtype, which together have so many bytes. More, or
+   longer ones, are Python's: it has several buckets under way at once, and the results are views
+   of these, so nothing is copied back. */
+#define PC_MOST_MANY 512
+#define PC_MANY_NBYTES ((size_t)256 << 10)
+struct pc_many {
+    PyObject *xs, *out; /* tuples; `out`: or NULL */
+    int dtype;
+    size_t nbytes;
+    size_t *shapes; /* of each the number of dimensions, and these */
+    size_t num_listed;
+};
+
+/* Their elements, one after the other; and when these are reduced, where they go. */
+struct pc_bucket {
+    PyObject *memory, *results; /* an array of bytes; a list */
+    void *start;                /* of the memory */
+    intptr_t nbytes;
+    Py_ssize_t count;
+    struct pc_member {
+        void *to;
+        size_t nbytes;
+        PyObject *keeper; /* of the memory there */
+    } members[];
+};
+
 /* The collectives of one communicator. */
 typedef struct {
     PC_METHODS_HEAD
@@ -152,6 +179,7 @@ struct pc_running {
     size_t announcement_nbytes;
     struct pc_chunk_place announcement_place;
     struct pc_blocks *blocks; /* or NULL */
+    struct pc_bucket *bucket; /* or NULL */
     bool is_raw; /* the result must be made of what has come: `blocks`, or the announcement; */
     bool is_settled; /* or by `result`, a function of Python's that went on with the call */
     /* Python must see what has come so far; */
@@ -200,6 +228,16 @@ unsigned char *pc_announce_objects(const pc_collectives *self, const pc_plan *pl
 bool pc_announces_object(const unsigned char *announcement, size_t nbytes);
 PyObject *pc_announced_object(const pc_collectives *self, int kind,
                               const unsigned char *announcement, size_t nbytes);
+
+/* many.c: look at the arrays of lists; false, perhaps with an exception: leave them to Python. They
+   must be released in any case. */
+bool pc_many_read(PyObject *xs, PyObject *out, struct pc_many *many);
+void pc_many_release(struct pc_many *many);
+/* Fill a bucket, and make the results; NULL, perhaps with an exception: leave it to Python. */
+struct pc_bucket *pc_bucket_new(const struct pc_many *many, bool is_blocking);
+/* Copy what was reduced to the results; also without the interpreter's lock. */
+void pc_bucket_unpack(const struct pc_bucket *bucket);
+void pc_bucket_free(struct pc_bucket *bucket); /* or NULL */
 
 /* composed_steps.c: memory of the engine's as an object that owns it; without one it goes, too.
    None for none. */

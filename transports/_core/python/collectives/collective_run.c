@@ -8,6 +8,8 @@
 /* --- the end ---------------------------------------------------------------------------------- */
 
 static void end(struct pc_running *self) {
+    if (self->pipeline.status == 0 && self->bucket != NULL)
+        pc_bucket_unpack(self->bucket);
     if (self->pipeline.status == 0 || self->pipeline.status == PC_UNFIT)
         pc_context_end(self->context, self->call);
     pc_context_let_go(self->context);
@@ -288,6 +290,9 @@ void pc_collective_let_go(struct pc_started *started) {
     struct pc_running *self = (struct pc_running *)started;
     Py_CLEAR(self->x);
     Py_CLEAR(self->source_keeper);
+    struct pc_bucket *bucket = self->bucket;
+    self->bucket = NULL;
+    pc_bucket_free(bucket);
 }
 
 size_t pc_collective_awaited(const struct pc_running *self, int *ranks, size_t most) {

@@ -180,6 +180,7 @@ static void collective_dealloc(struct pc_running *self) {
     if (self->blocks != NULL)
         pc_blocks_free(self->blocks, self->collectives->engine);
     pc_pipeline_free(&self->pipeline);
+    pc_bucket_free(self->bucket);
     Py_XDECREF(self->algorithm);
     Py_XDECREF(self->x);
     Py_XDECREF(self->result);

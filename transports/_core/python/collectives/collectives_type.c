@@ -18,7 +18,10 @@ struct plan_key {
     const struct pc_library *library;
     int format, kind, blocking, op, dtype, root, ndim; /* -1 dimensions: no array was passed */
     intptr_t dims[PC_PLAN_DIMS];
-    size_t *begins; /* of a reduce_scatterv, as of `read_counts`; a kept key owns them. The last */
+    size_t num_listed;
+    /* begins of a reduce_scatterv, as of `read_counts`; shapes of `struct pc_many`; or NULL. A kept
+       key owns them. The last */
+    size_t *listed;
 };
 
 struct pc_plan_entry {
@@ -30,19 +33,18 @@ static void forget_plans(pc_collectives *self) {
     for (int index = 0; self->plans != NULL && index < PLANS; index++) {
         Py_CLEAR(self->plans[index].plan);
         Py_CLEAR(self->plans[index].key.algorithm);
-        free(self->plans[index].key.begins);
-        self->plans[index].key.begins = NULL;
+        free(self->plans[index].key.listed);
+        self->plans[index].key.listed = NULL;
     }
 }
 
-static size_t nbytes_of_begins(const pc_collectives *self) {
-    return ((size_t)self->size + 1) * sizeof(size_t);
+static size_t nbytes_listed(const struct plan_key *key) {
+    return key->num_listed * sizeof *key->listed;
 }
 
-static bool are_alike(const pc_collectives *self, const struct plan_key *a,
-                      const struct plan_key *b) {
-    return memcmp(a, b, offsetof(struct plan_key, begins)) == 0 &&
-           (a->begins == NULL || memcmp(a->begins, b->begins, nbytes_of_begins(self)) == 0);
+static bool are_alike(const struct plan_key *a, const struct plan_key *b) {
+    return memcmp(a, b, offsetof(struct plan_key, listed)) == 0 &&
+           (a->listed == NULL || memcmp(a->listed, b->listed, nbytes_listed(a)) == 0);
 }
 
 /* The place of a plan; if there is none, one that may be given to it. */
@@ -57,27 +59,27 @@ static struct pc_plan_entry *find_plan(pc_collectives *self, const struct plan_k
     hash = pc_hash(hash, (uint64_t)(uintptr_t)key->algorithm ^ (uint64_t)(uintptr_t)key->library);
     for (int axis = 0; axis < key->ndim; axis++)
         hash = pc_hash(hash, (uint64_t)key->dims[axis]);
-    if (key->begins != NULL)
-        hash = pc_hash_dims(hash, self->size, (const intptr_t *)key->begins + 1);
+    if (key->listed != NULL)
+        hash = pc_hash_dims(hash, (int)key->num_listed, (const intptr_t *)key->listed);
     struct pc_plan_entry *together = &self->plans[hash % (PLANS / PLANS_TOGETHER) * PLANS_TOGETHER];
     for (int index = 0; index < PLANS_TOGETHER; index++)
-        if (together[index].plan == NULL || are_alike(self, &together[index].key, key))
+        if (together[index].plan == NULL || are_alike(&together[index].key, key))
             return &together[index];
     return &together[self->num_made % PLANS_TOGETHER];
 }
 
 static void keep_plan(pc_collectives *self, const struct plan_key *key, PyObject *plan) {
     struct pc_plan_entry *entry = find_plan(self, key);
-    size_t *begins = key->begins != NULL ? malloc(nbytes_of_begins(self)) : NULL;
-    if (key->begins != NULL && begins == NULL)
+    size_t *listed = key->listed != NULL ? malloc(nbytes_listed(key)) : NULL;
+    if (key->listed != NULL && listed == NULL)
         return;
     self->num_made++;
     PyObject *before = entry->plan, *named_before = entry->key.algorithm;
-    free(entry->key.begins);
+    free(entry->key.listed);
     entry->key = *key;
-    entry->key.begins = begins;
-    if (begins != NULL)
-        memcpy(begins, key->begins, nbytes_of_begins(self));
+    entry->key.listed = listed;
+    if (listed != NULL)
+        memcpy(listed, key->listed, nbytes_listed(key));
     Py_XINCREF(key->algorithm);
     entry->plan = Py_NewRef(plan);
     Py_XDECREF(before);
@@ -107,11 +109,12 @@ static PyObject *counts_of(const pc_collectives *self, const size_t *begins) {
 static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObject **values,
                          PyObject *result) {
     struct pc_plan_entry *entry = find_plan(self, key);
-    if (PC_LIKELY(entry->plan != NULL && are_alike(self, &entry->key, key)))
+    if (PC_LIKELY(entry->plan != NULL && are_alike(&entry->key, key)))
         return Py_NewRef(entry->plan);
-    PyObject *x = values[X] != NULL ? values[X] : Py_None;
+    PyObject *x = values[X] != NULL ? values[X] : values[XS] != NULL ? values[XS] : Py_None;
     PyObject *algorithm = key->algorithm != NULL ? key->algorithm : Py_None;
-    PyObject *counts = key->begins != NULL ? counts_of(self, key->begins) : Py_NewRef(Py_None);
+    PyObject *counts = key->kind == PC_REDUCE_SCATTERV ? counts_of(self, key->listed)
+                                                       : Py_NewRef(Py_None);
     if (counts == NULL)
         return NULL;
     PyObject *plan = PyObject_CallFunction(self->planner, "iiOiiOON", key->kind, key->blocking, x,
@@ -244,7 +247,7 @@ static bool find_value(pc_collectives *self, struct plan_key *key, PyObject **va
         (splits && (x->ndim == 0 || x->dims[0] != self->size)) ||
         (kind == PC_REDUCE_SCATTERV &&
          (x->ndim == 0 || values[COUNTS] == NULL ||
-          !read_counts(values[COUNTS], self->size, (size_t)x->dims[0], key->begins)))) {
+          !read_counts(values[COUNTS], self->size, (size_t)x->dims[0], key->listed)))) {
         pc_memory_release(x);
         return false;
     }
@@ -314,6 +317,85 @@ static struct pc_running *begin_blocks(pc_collectives *self, struct plan_key *ke
     return started;
 }
 
+/* The plan of an all_reduce_many (new reference), and its bucket; NULL, perhaps with an exception:
+   leave it to Python. */
+static PyObject *pack(pc_collectives *self, struct plan_key *key, PyObject **values,
+                      struct pc_bucket **bucket) {
+    struct pc_many many;
+    PyObject *plan = NULL;
+    *bucket = NULL;
+    if (pc_many_read(values[XS], values[OUT], &many) &&
+        pc_reduce_find(key->op, many.dtype) != NULL) {
+        key->dtype = many.dtype;
+        key->listed = many.shapes;
+        key->num_listed = many.num_listed;
+        plan = plan_of(self, key, values, Py_None);
+    }
+    if (plan != NULL && plan != Py_None)
+        *bucket = pc_bucket_new(&many, key->blocking != 0);
+    if (*bucket == NULL)
+        Py_CLEAR(plan);
+    pc_many_release(&many);
+    return plan;
+}
+
+static struct pc_running *begin_many(pc_collectives *self, struct plan_key *key,
+                                     PyObject **values) {
+    struct pc_bucket *bucket;
+    PyObject *plan = pack(self, key, values, &bucket);
+    struct pc_running *started = NULL;
+    if (plan != NULL && ((pc_plan *)plan)->salt == 0)
+        started = pc_started_new(self->type, &pc_collective_ops, self, key->blocking != 0);
+    if (started != NULL) {
+        started->plan = (pc_plan *)Py_NewRef(plan);
+        started->kind = key->kind;
+        started->result = Py_NewRef(bucket->results);
+        started->source_keeper = Py_NewRef(bucket->memory);
+        started->target_keeper = Py_NewRef(bucket->memory);
+        started->source = started->target = bucket->start;
+        started->bucket = bucket;
+        bucket = NULL;
+        started = pc_collective_start(started);
+    }
+    pc_bucket_free(bucket);
+    Py_XDECREF(plan);
+    return started;
+}
+
+/* An all_reduce_many in shared memory. NULL without an exception: leave it to Python. */
+static PyObject *share_many(pc_collectives *self, PyObject **values) {
+    struct plan_key key;
+    struct pc_bucket *bucket;
+    pc_collective call;
+    PyObject *text = NULL, *result = NULL;
+    memset(&key, 0, sizeof key);
+    key.kind = PC_ALL_REDUCE_MANY;
+    key.blocking = true;
+    key.op = find_op(values[OP]);
+    const pc_plan *plan = key.op >= 0 ? (pc_plan *)pack(self, &key, values, &bucket) : NULL;
+    if (plan == NULL)
+        return NULL;
+    if (plan->salt != 0) /* which Python shows, if it takes long */
+        text = PyUnicode_FromStringAndSize((const char *)plan->text, (Py_ssize_t)plan->text_nbytes);
+    if (text != NULL && pc_may_share(self->comm) &&
+        pc_user_call_begin(&call, self->comm, PC_ALL_REDUCE, 0, values[TIMEOUT]) == 0) {
+        call.method = key.kind;
+        call.op = key.op;
+        call.dtype = key.dtype;
+        call.x = call.out = bucket->start;
+        call.nbytes = (size_t)bucket->nbytes;
+        call.x_object = text;
+        pc_sign_part(&call, plan->salt, 1, &bucket->nbytes);
+        result = pc_call_end_with(&call, pc_exchange_run(&call), bucket->results);
+        if (result != NULL)
+            pc_bucket_unpack(bucket);
+    }
+    Py_XDECREF(text);
+    pc_bucket_free(bucket);
+    Py_DECREF((PyObject *)plan);
+    return result;
+}
+
 /* NULL without an exception: leave it to Python. */
 static struct pc_running *begin(pc_collectives *self, int kind, bool is_blocking,
                                 PyObject *algorithm, PyObject **values) {
@@ -322,7 +404,10 @@ static struct pc_running *begin(pc_collectives *self, int kind, bool is_blocking
     size_t begins[kind == PC_REDUCE_SCATTERV ? self->size + 1 : 1];
     memset(&key, 0, sizeof key);
     key.kind = kind;
-    key.begins = kind == PC_REDUCE_SCATTERV ? begins : NULL;
+    if (kind == PC_REDUCE_SCATTERV) {
+        key.num_listed = (size_t)self->size + 1;
+        key.listed = begins;
+    }
     key.blocking = is_blocking;
     key.algorithm = algorithm;
     if (kind != PC_BARRIER) {
@@ -332,13 +417,15 @@ static struct pc_running *begin(pc_collectives *self, int kind, bool is_blocking
             return begin_announced(self, &key, values);
         if (key.root < 0 || key.op < 0)
             return NULL;
+        if (kind == PC_ALL_REDUCE_MANY)
+            return begin_many(self, &key, values);
         if (pc_is_uneven(kind) || !find_value(self, &key, values, &x))
             return pc_is_uneven(kind) || pc_takes_objects(kind) ? begin_blocks(self, &key, values)
                                                                 : NULL;
     }
     PyObject *result =
         kind == PC_BROADCAST ? Py_NewRef(values[X])
-        : key.begins != NULL ? rows_for(self->rank, values, &x, begins, &out)
+        : key.listed != NULL ? rows_for(self->rank, values, &x, begins, &out)
                              : result_for(self->size, self->rank, kind, values, &x, key.root, &out);
     struct pc_running *started = NULL;
     if (result != NULL) {
@@ -396,7 +483,8 @@ static inline PyObject *attempt(pc_collectives *self, int kind, bool is_blocking
     pc_comm *comm = is_blocking && self->allowed >> kind & 1 ? self->comm : NULL;
     PyObject *result = NULL;
     if (PC_LIKELY(pc_may_share(comm)) && is_none(values[ALGORITHM])) {
-        result = pc_shared_run(comm, kind, values);
+        result = PC_LIKELY(kind != PC_ALL_REDUCE_MANY) ? pc_shared_run(comm, kind, values)
+                                                       : share_many(self, values);
         *goes_on = comm->heard;
     }
     if (PC_UNLIKELY(result == NULL) && !PyErr_Occurred() && !*goes_on)
@@ -627,6 +715,7 @@ COLLECTIVE(broadcast, PC_BROADCAST)
 COLLECTIVE(scatter, PC_SCATTER)
 COLLECTIVE(reduce, PC_REDUCE)
 COLLECTIVE(all_reduce, PC_ALL_REDUCE)
+COLLECTIVE(all_reduce_many, PC_ALL_REDUCE_MANY)
 COLLECTIVE(gather, PC_GATHER)
 COLLECTIVE(all_gather, PC_ALL_GATHER)
 COLLECTIVE(reduce_scatter, PC_REDUCE_SCATTER)
@@ -657,6 +746,7 @@ static PyMethodDef collectives_methods[] = {
     METHODS(scatter, "x, root=0, out=None, "),
     METHODS(reduce, "x, op='sum', root=0, out=None, "),
     METHODS(all_reduce, "x, op='sum', out=None, "),
+    METHODS(all_reduce_many, "xs, op='sum', out=None, "),
     METHODS(gather, "x, root=0, out=None, "),
     METHODS(all_gather, "x, out=None, "),
     METHODS(reduce_scatter, "x, op='sum', out=None, "),

@@ -169,9 +169,10 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     Py_ssize_t text_nbytes = 0, granule = 1;
     int size, op = -1, dtype = 0, divisor = 0;
     unsigned num_chunks, segments = 1;
-    if (!PyArg_ParseTuple(args, "iIO!|O!y#(iii)InO", &size, &num_chunks, &PyList_Type, &steps,
+    unsigned long long salt = 0;
+    if (!PyArg_ParseTuple(args, "iIO!|O!y#(iii)InOK", &size, &num_chunks, &PyList_Type, &steps,
                           &PyList_Type, &places, &text, &text_nbytes, &op, &dtype, &divisor,
-                          &segments, &granule, &announced))
+                          &segments, &granule, &announced, &salt))
         return NULL;
     if (segments == 0 || segments > UINT16_MAX || granule <= 0) {
         PyErr_SetString(PyExc_ValueError, "there is no such segment");
@@ -183,6 +184,7 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     self->reduction = pc_reduction_of(op, dtype, divisor);
     self->granule = (size_t)granule;
     self->num_segments = segments;
+    self->salt = salt;
     self->text_nbytes = (size_t)text_nbytes;
     self->text = copy_of(text, text_nbytes);
     self->way.table.num_chunks = num_chunks;
@@ -225,14 +227,15 @@ static PyType_Slot plan_slots[] = {
     {Py_tp_new, plan_new},
     {Py_tp_dealloc, plan_dealloc},
     {Py_tp_doc, "CompiledPlan(size, num_chunks, steps, places, text, (op, dtype, divisor), "
-                "segments, granule, announced=None): how calls run that are alike; of the first "
-                "three arguments the schedule of a `Run`.\n\n"
+                "segments, granule, announced=None, salt=0): how calls run that are alike; of the "
+                "first three arguments the schedule of a `Run`.\n\n"
                 "`steps` are (kind, incoming first, peer or chunk, index, chunks, successors, "
                 "waits); `places`, by chunk, (nbytes, offset in x, offset in the result), -1 for "
                 "none; `text` is the call's signature; `op` and `dtype` are codes, -1: nothing is "
                 "reduced; what was combined is divided, if `divisor` is not 0 and the operator "
                 "says so. `announced`, if its root announces the call, is (steps, is the root's, "
-                "head or None, bytes that follow it or -1, most bytes, dtype, dims or None)."},
+                "head or None, bytes that follow it or -1, most bytes, dtype, dims or None). With "
+                "a `salt` (`shared_memory.part_of`) it is a call in shared memory, of that text."},
     {0, NULL},
 };
 
