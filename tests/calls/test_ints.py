@@ -109,6 +109,33 @@ def test_results_are_exact(ranks: Any) -> None:
 
 
 @of_four
+def test_ints_that_fit_go_through_no_python(ranks: Any) -> None:
+    def program(comm: Any) -> None:
+        names = "scan", "exscan", "iscan", "iexscan", "iall_reduce", "ireduce"
+        mine, before = comm.rank + 2, range(2, comm.rank + 2)
+
+        def reduce_all() -> None:
+            for op in OPERATORS:
+                fold = OPERATORS[op]
+                below = fold(list(before)) if comm.rank else None
+                assert comm.scan(mine, op) == comm.iscan(mine, op).wait() == fold([*before, mine])
+                assert comm.exscan(mine, op) == comm.iexscan(mine, op).wait() == below
+                assert comm.iall_reduce(mine, op).wait() == fold([2, 3, 4, 5])
+                assert comm.ireduce(mine, op).wait() == (None if comm.rank else fold([2, 3, 4, 5]))
+
+        def never(*args: Any, **kwargs: Any) -> None:
+            raise AssertionError("it went through Python")
+
+        reduce_all()  # the first calls are prepared in Python
+        with pytest.MonkeyPatch.context() as patch:
+            for name in names:
+                patch.setattr(pycoll.Communicator, name, never)
+            reduce_all()
+
+    ranks(program)
+
+
+@of_four
 def test_an_int_that_does_not_fit_is_an_error_on_every_rank(ranks: Any) -> None:
     def program(comm: Any) -> None:
         for group in groups(comm):
@@ -140,6 +167,7 @@ def test_what_the_core_and_python_reduce_is_one_call(ranks: Any) -> None:
                 x = Own(row[comm.rank]) if comm.rank % 2 else row[comm.rank]
                 result = comm.all_reduce(x, op)
                 assert (result, type(result)) == (fold(row), int), (op, row)
+                assert comm.scan(x, op) == fold(row[: comm.rank + 1])
                 assert comm.ireduce(x, op, 1).wait() == (fold(row) if comm.rank == 1 else None)
         for x in (1, 1.5, True, 2j):  # of numbers that travel as arrays, these may be some
             mixed = np.array(x)[()] if comm.rank == 1 and x != 1 else x

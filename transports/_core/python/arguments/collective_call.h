@@ -94,10 +94,15 @@ static inline bool is_not_filled(PyObject *x) {
 
 /* What a call takes: an array, or a number to be reduced. */
 static inline int value_of(int kind, int op, PyObject *x, struct pc_array *value) {
-    bool is_in_all_reduce = kind == PC_ALL_REDUCE || kind == PC_REDUCE;
-    return pc_reduces(kind) && kind != PC_REDUCE_SCATTER && kind != PC_REDUCE_SCATTERV
-               ? pc_operand_of(x, is_in_all_reduce ? op : -1, value)
+    bool is_scan = kind == PC_SCAN || kind == PC_EXSCAN;
+    return is_scan || kind == PC_ALL_REDUCE || kind == PC_REDUCE
+               ? pc_operand_of(x, op, is_scan, value)
                : pc_memory_of(x, value);
+}
+
+/* The ranks, from 0 on, whose values the result combines. */
+static inline int num_combined(int size, int rank, int kind) {
+    return kind == PC_SCAN ? rank + 1 : kind == PC_EXSCAN ? rank : size;
 }
 
 /* Whether nothing is written here: the result is None. */

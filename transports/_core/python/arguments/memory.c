@@ -351,26 +351,28 @@ static int of_number(struct pc_array *memory, const struct pc_library *number) {
 
 static int64_t mark_of_fitting(int op) { return op == PC_BAND ? -1 : 0; }
 
-static int of_int(PyObject *x, int op, struct pc_array *memory) {
-    static const intptr_t dims[] = {2, 3};
+static int of_int(PyObject *x, int op, bool is_scan, struct pc_array *memory) {
+    static const intptr_t dims[] = {1, 2, 3};
     int overflow;
     long long number = PyLong_AsLongLongAndOverflow(x, &overflow);
-    if (overflow != 0 || op == PC_PROD || op == PC_AVG || op == PC_BXOR)
+    if (overflow != 0 || op < 0 || op == PC_AVG)
         return 0;
     if (op >= PC_LAND)
         number = number != 0;
-    bool is_sum = op == PC_SUM; /* the lower 32 bits, and the others with the sign */
+    bool is_gathered = is_scan || op == PC_PROD || op == PC_BXOR;
+    bool is_sum = op == PC_SUM && !is_gathered; /* the lower 32 bits, the others with the sign */
     int64_t *packed = memory->number.packed;
     packed[0] = is_sum ? number & 0xFFFFFFFF : number;
     packed[1] = number >> 32;
-    packed[1 + is_sum] = mark_of_fitting(op);
+    packed[1 + is_sum] = is_gathered ? 0 : mark_of_fitting(op);
     memory->writeable = false;
-    return describe(memory, pc_python_int, packed, PC_INT64, 1, &dims[is_sum]);
+    return describe(memory, pc_python_int, packed, PC_INT64, 1 + is_gathered,
+                    &dims[is_gathered ? 0 : 1 + is_sum]);
 }
 
-int pc_operand_of_other(PyObject *x, int int_op, struct pc_array *memory) {
+int pc_operand_of_other(PyObject *x, int op, bool is_scan, struct pc_array *memory) {
     if (PyLong_CheckExact(x))
-        return int_op >= 0 && of_int(x, int_op, memory);
+        return of_int(x, op, is_scan, memory);
     if (PyFloat_CheckExact(x)) {
         memory->number.number = PyFloat_AsDouble(x);
         return of_number(memory, &numbers[0]);
@@ -501,6 +503,38 @@ PyObject *pc_int_object(int op, const union pc_number *number) {
     if (packed[1 + (op == PC_SUM)] != mark_of_fitting(op))
         return NULL;
     return op == PC_SUM ? sum_of_ints(packed[0], packed[1]) : PyLong_FromLongLong(packed[0]);
+}
+
+/* Combine two ints as Python does; those of logical operators are truths already. */
+static PyObject *combined(int op, PyObject *one, PyObject *two) {
+    int takes_two;
+    switch (op) {
+    case PC_SUM: return PyNumber_Add(one, two);
+    case PC_PROD: return PyNumber_Multiply(one, two);
+    case PC_BAND:
+    case PC_LAND: return PyNumber_And(one, two);
+    case PC_BOR:
+    case PC_LOR: return PyNumber_Or(one, two);
+    case PC_BXOR:
+    case PC_LXOR: return PyNumber_Xor(one, two);
+    default:
+        takes_two = PyObject_RichCompareBool(two, one, op == PC_MIN ? Py_LT : Py_GT);
+        return takes_two < 0 ? NULL : Py_NewRef(takes_two ? two : one);
+    }
+}
+
+PyObject *pc_folded_ints(int op, const int64_t *gathered, int size, int count) {
+    for (int rank = 0; rank < size; rank++)
+        if (gathered[2 * rank + 1] != 0)
+            return NULL;
+    PyObject *total = count > 0 ? PyLong_FromLongLong(gathered[0]) : Py_NewRef(Py_None);
+    for (int rank = 1; total != NULL && rank < count; rank++) {
+        PyObject *one = total, *two = PyLong_FromLongLong(gathered[2 * (size_t)rank]);
+        total = two != NULL ? combined(op, one, two) : NULL;
+        Py_DECREF(one);
+        Py_XDECREF(two);
+    }
+    return total;
 }
 
 static PyObject *int_error_text(PyObject *text, PyObject *which) {

@@ -23,15 +23,15 @@ static inline int pc_memory_of(PyObject *x, struct pc_array *memory) {
     return PC_LIKELY(pc_array_view(x, memory)) ? 1 : pc_memory_of_other(x, memory);
 }
 /* The same for what is reduced; numbers (bool, float, complex) are arrays of no dimensions, whose
-   memory is in the description: it must stay where it is. An int is one of two or three int64,
-   which an all_reduce by `int_op` combines: the number and a mark, see
-   pycoll/_calls/number_plans.py. Python takes those that do not fit into 64 bits, and those of
-   other operators; `int_op` -1: all. */
-int pc_operand_of_other(PyObject *x, int int_op, struct pc_array *memory);
-static inline int pc_operand_of(PyObject *x, int int_op, struct pc_array *memory) {
+   memory is in the description: it must stay where it is. An int is one of two or three int64: the
+   number and a mark, see pycoll/_calls/number_plans.py. An all_reduce by `op` combines them, or
+   where that is not enough (`is_scan`: it never is) all ranks gather them. Python takes those that
+   do not fit into 64 bits. */
+int pc_operand_of_other(PyObject *x, int op, bool is_scan, struct pc_array *memory);
+static inline int pc_operand_of(PyObject *x, int op, bool is_scan, struct pc_array *memory) {
     memory->library = NULL;
     memory->held.obj = NULL;
-    return PC_LIKELY(pc_array_view(x, memory)) ? 1 : pc_operand_of_other(x, int_op, memory);
+    return PC_LIKELY(pc_array_view(x, memory)) ? 1 : pc_operand_of_other(x, op, is_scan, memory);
 }
 /* The same for what is written to, and may be. */
 int pc_target_of_other(PyObject *target, struct pc_array *memory);
@@ -104,9 +104,15 @@ extern const struct pc_library *const pc_python_int;
 static inline bool pc_is_int(const struct pc_array *memory) {
     return memory->library == pc_python_int;
 }
+/* Whether it is one that all ranks gather. */
+static inline bool pc_is_gathered(const struct pc_array *memory) {
+    return pc_is_int(memory) && memory->ndim == 2;
+}
 /* The result of a reduction of ints by `op`; NULL, without an exception if some int has not
    fitted. */
 PyObject *pc_int_object(int op, const union pc_number *number);
+/* The same of the first `count` of those that all ranks have gathered; None of no ints. */
+PyObject *pc_folded_ints(int op, const int64_t *gathered, int size, int count);
 /* Raise the error of such a call, with its text (NULL: there is an exception already); `which` int
    that is, NULL: one of another rank. */
 void pc_raise_int_error(PyObject *text, PyObject *which);

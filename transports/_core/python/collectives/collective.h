@@ -164,6 +164,7 @@ struct pc_running {
     void *source, *target;
     int number_dtype;           /* the result is a number of that dtype; 0: it is none */
     union pc_number numbers[2]; /* it, and what this rank gives for it */
+    int64_t *gathered;          /* of all ranks, if it is made of these; or NULL */
     int reduction;              /* operator that combines numbers */
     int kind, root;
     PyObject *algorithm; /* an interned string: that name is found at no other place; or NULL */

@@ -222,7 +222,7 @@ struct pc_running *pc_collective_start(struct pc_running *started) {
     const pc_plan *plan = started->plan;
     PyObject *itself = (PyObject *)started;
     bool gives_number = started->source == &started->numbers[1];
-    bool makes_number = started->target == &started->numbers[0];
+    bool makes_number = started->number_dtype != 0;
     const struct pc_blocks *blocks = started->blocks;
     started->pipeline = (struct pc_pipeline){
         .like = {.table = &plan->way.table,

@@ -1,7 +1,7 @@
 /* `_core.Collective`: a collective under way, as Python sees it. See collective.h. */
 #include "collective.h"
 
-#include "python/arguments/memory.h"
+#include "python/arguments/collective_call.h"
 #include "reduce/reduce_kernels.h"
 
 #include <stdlib.h>
@@ -10,14 +10,17 @@
 #define MOST_AWAITED 64
 
 static PyObject *int_of(const struct pc_running *self) {
-    PyObject *result = pc_int_object(self->reduction, &self->numbers[0]);
+    const pc_collectives *of = self->collectives;
+    int count = num_combined(of->size, of->rank, self->kind);
+    PyObject *result = self->gathered != NULL
+                           ? pc_folded_ints(self->reduction, self->gathered, of->size, count)
+                           : pc_int_object(self->reduction, &self->numbers[0]);
     if (PC_UNLIKELY(result == NULL && !PyErr_Occurred())) {
         PyObject *text = PyUnicode_FromStringAndSize((const char *)self->plan->text,
                                                      (Py_ssize_t)self->plan->text_nbytes);
         pc_raise_int_error(text, NULL);
         Py_XDECREF(text);
-    } else if (result != NULL && self->kind == PC_REDUCE &&
-               self->root != self->collectives->rank) {
+    } else if (result != NULL && self->kind == PC_REDUCE && self->root != of->rank) {
         Py_DECREF(result);
         result = Py_NewRef(Py_None);
     }
@@ -177,6 +180,7 @@ static PyObject *collective_call(struct pc_running *self, void *Py_UNUSED(unused
 
 static void collective_dealloc(struct pc_running *self) {
     free(self->announcement);
+    free(self->gathered);
     if (self->blocks != NULL)
         pc_blocks_free(self->blocks, self->collectives->engine);
     pc_pipeline_free(&self->pipeline);

@@ -190,7 +190,10 @@ static struct pc_running *start(pc_collectives *self, const struct plan_key *key
         started->number_dtype = source->dtype;
         started->target = &started->numbers[0];
     }
-    if (started->target_keeper != NULL && (started->source_keeper != NULL || !keeps))
+    if (pc_is_gathered(source))
+        started->target = started->gathered = malloc((size_t)self->size * source->nbytes);
+    if (started->target_keeper != NULL && (started->source_keeper != NULL || !keeps) &&
+        (started->gathered != NULL || !pc_is_gathered(source)))
         return pc_collective_start(started);
     Py_DECREF((PyObject *)started);
     return NULL;

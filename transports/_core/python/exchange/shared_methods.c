@@ -18,28 +18,43 @@ void pc_shared_init(void) {
         pc_op_names[index] = PyUnicode_InternFromString(ops[index]);
 }
 
-/* The all_reduce that combines ints for a call of the user's. */
-static pc_collective part_of_ints(const pc_collective *call, const struct pc_array *x) {
+/* The all_reduce that combines ints for a call of the user's, or the all_gather. */
+static pc_collective part_of_ints(const pc_collective *call, const struct pc_array *x,
+                                  int64_t *gathered) {
     pc_collective part = pc_part_of(call);
     part.kind = PC_ALL_REDUCE;
     part.root = 0;
+    if (pc_is_gathered(x)) {
+        part.kind = PC_ALL_GATHER;
+        part.op = 0;
+        part.out = gathered;
+    }
     /* as in pycoll/_calls/number_plans.py */
     uint32_t called = (uint32_t)call->kind << 24 | (uint32_t)call->op << 16 | (uint32_t)call->root;
     pc_sign_part(&part, (uint64_t)PC_PART_INTS << 32 | called, x->ndim, x->dims);
     return part;
 }
 
-static PyObject *int_of(const pc_collective *call, const union pc_number *number) {
-    PyObject *result = pc_int_object(call->op, number);
+/* The result, of what has come of an all_gather, or an all_reduce. */
+static PyObject *int_of(const pc_collective *call, const int64_t *gathered,
+                        const union pc_number *number) {
+    const pc_comm *comm = call->comm;
+    int count = num_combined(comm->size, comm->rank, call->kind);
+    PyObject *result = gathered != NULL ? pc_folded_ints(call->op, gathered, comm->size, count)
+                                        : pc_int_object(call->op, number);
     bool has_root = call->kind == PC_REDUCE;
     if (PC_UNLIKELY(result == NULL && !PyErr_Occurred())) {
         PyObject *text = PyUnicode_FromFormat(
-            has_root ? "reduce(int, op=%U, algorithm=shared_memory, root=%d)"
-                     : "all_reduce(int, op=%U, algorithm=shared_memory)",
+            has_root ? "%s(int, op=%U, algorithm=shared_memory, root=%d)"
+                     : "%s(int, op=%U, algorithm=shared_memory)",
+            call->kind == PC_SCAN     ? "scan"
+            : call->kind == PC_EXSCAN ? "exscan"
+            : has_root                ? "reduce"
+                                      : "all_reduce",
             pc_op_names[call->op], call->root);
         pc_raise_int_error(text, NULL);
         Py_XDECREF(text);
-    } else if (has_root && call->root != call->comm->rank && result != NULL) {
+    } else if (has_root && call->root != comm->rank && result != NULL) {
         Py_DECREF(result);
         result = Py_NewRef(Py_None);
     }
@@ -50,6 +65,10 @@ static PyObject *int_of(const pc_collective *call, const union pc_number *number
 static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, const struct pc_array *x,
                            int op, int root) {
     struct pc_array out;
+    int64_t *gathered = NULL;
+    if (PC_UNLIKELY(pc_is_gathered(x)) &&
+        (gathered = (int64_t *)(void *)pc_scratch(comm, (size_t)comm->size * x->nbytes)) == NULL)
+        return PyErr_NoMemory();
     PyObject *result = result_for(comm->size, comm->rank, kind, values, x, root, &out);
     if (result == NULL)
         return NULL;
@@ -70,7 +89,7 @@ static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, const str
     call.x_object = values[X];
     call.op_object = values[OP];
     if (PC_UNLIKELY(pc_is_int(x))) {
-        pc_collective part = part_of_ints(&call, x);
+        pc_collective part = part_of_ints(&call, x, gathered);
         result = pc_call_end(&part, pc_exchange_run(&part), result);
     } else {
         pc_sign(&call, 0, x->ndim, x->dims);
@@ -78,7 +97,7 @@ static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, const str
     }
     if (PC_UNLIKELY(out.data == &out.number) && result != NULL) {
         Py_DECREF(result);
-        result = pc_is_int(x) ? int_of(&call, &out.number)
+        result = pc_is_int(x) ? int_of(&call, gathered, &out.number)
                               : pc_number_object(x->dtype, &out.number);
     }
 done:
