@@ -63,6 +63,7 @@ def add_library(
 ) -> bool: ...
 def add_viewed(
     cls: type,
+    kind: str,
     view: Callable[[Any], Any],
     target: Callable[[Any], Any],
     make: Callable[[Any], Any] | None,

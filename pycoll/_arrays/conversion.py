@@ -136,7 +136,7 @@ def _look_at(cls: type[Any], kind: str) -> None:
         return unwrap(Value(value.array, value.dtype, kind))
 
     to_write = functools.partial(seen, writing=True)
-    libraries.let_core_ask(cls, seen, to_write, made if kind != "numpy" else None)
+    libraries.let_core_ask(cls, kind, seen, to_write, made if kind != "numpy" else None)
 
 
 def wrap_operand(x: object) -> Value:

@@ -148,11 +148,11 @@ known_to_core: Final[set[type]] = {memoryview, stdlib_array.array}
 _MOST_KNOWN: Final = 64
 
 
-def let_core_ask(cls: type, seen: Any, to_write: Any, made: Any) -> None:
+def let_core_ask(cls: type, kind: str, seen: Any, to_write: Any, made: Any) -> None:
     """Have the core ask for what stands for arrays of this type; see `add_viewed` there."""
     if len(known_to_core) < _MOST_KNOWN and _core is not None:
         known_to_core.add(cls)
-        _core.add_viewed(cls, seen, to_write, made)
+        _core.add_viewed(cls, kind, seen, to_write, made)
 
 
 def _introduce_torch(torch: Any, x: Any) -> None:

@@ -154,8 +154,10 @@ for _ in range(2):
     same(got, total)
     comm.all_reduce(x, out=out)
     same(out, total)
+comm.send(x, 1 - rank)
+same(comm.recv(1 - rank), theirs)
 without_python("all_reduce", "reduce", "scan", "reduce_scatter", "all_gather", "gather",
-               "all_to_all")
+               "all_to_all", "send")
 for _ in range(2):
     same(comm.all_reduce(x), total)
     same(comm.all_reduce(x, timeout=30), total)
@@ -178,6 +180,10 @@ for _ in range(2):
     # Each rank gets what it has passed.
     mixed = comm.all_reduce(x if rank else mine)
     assert type(mixed) is (Array if rank else np.ndarray)
+    out[:] = 0
+    comm.send(x, 1 - rank)
+    assert comm.recv(1 - rank, out=out) is out
+    same(out, theirs)
 # What one rank makes of another's, by the kind that is told, is Python's.
 got = comm.broadcast(x if rank == 1 else None, root=1)
 check(got is x) if rank == 1 else same(got, both[1])

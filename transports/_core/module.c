@@ -181,7 +181,7 @@ static PyMethodDef methods[] = {
     {"add_library", pc_add_library, METH_VARARGS,
      "add_library(kind, sample, tell, keep) -> bool: look at arrays of that type directly."},
     {"add_viewed", pc_add_viewed, METH_VARARGS,
-     "add_viewed(type, view, target, make) -> bool: have Python look at arrays of that type."},
+     "add_viewed(type, kind, view, target, make) -> bool: Python looks at arrays of that type."},
     {"use_objects", pc_use_objects, METH_VARARGS,
      "use_objects(dump, dump_any, new_bytes): how objects are pickled that are not plain; they "
      "return the parts, `dump` None for what is, or may be, an array."},

@@ -12,7 +12,7 @@ static_assert(sizeof(intptr_t) == sizeof(int64_t), "DLPack's shapes are read as 
 
 #define MAX_NDIM 64
 
-enum form { MEMORYVIEW, STDLIB_ARRAY, DLPACK, NUMBER };
+enum form { MEMORYVIEW, STDLIB_ARRAY, DLPACK, NUMBER, VIEWED };
 
 struct pc_library {
     PyTypeObject *type;
@@ -51,6 +51,7 @@ static struct viewed {
     PyObject *view;   /* returns an array of NumPy's over the memory of one, or with its values */
     PyObject *target; /* the same of one that is written to, over its memory */
     PyObject *make;   /* makes one of an array of NumPy's; NULL: that is what comes back */
+    struct pc_library library; /* that has made x */
 } viewed[MAX_LIBRARIES];
 static int num_viewed;
 
@@ -253,6 +254,17 @@ static PyObject *view_of(PyObject *x, PyObject *how) {
     if (view != NULL && !pc_array_view(view, &seen))
         Py_CLEAR(view);
     return view;
+}
+
+bool pc_is_viewed(PyObject *x) { return viewed_of(x) != NULL; }
+
+bool pc_tell_kind(PyObject *x, struct pc_array *stand_in) {
+    const struct viewed *how = viewed_of(x);
+    if (how == NULL || how->make == NULL)
+        return true;
+    stand_in->library = &how->library;
+    stand_in->format = 0;
+    return strlen(how->library.kind) <= PC_MOST_KIND_NBYTES;
 }
 
 PyObject *pc_stand_in(PyObject *x, PyObject *out, bool may_differ) {
@@ -786,18 +798,23 @@ static const struct dl_exchange *exchange_of(PyTypeObject *type) {
     return exchange != NULL && exchange->describe != NULL ? exchange : NULL;
 }
 
-/* add_viewed(type, view, target, make) -> bool: Python looks at arrays of that type, as `struct
-   viewed` says; `make` may be None. */
+/* add_viewed(type, kind, view, target, make) -> bool: Python looks at arrays of that type, as
+   `struct viewed` says; `make` may be None. */
 PyObject *pc_add_viewed(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *type, *view, *target, *make;
-    if (!PyArg_ParseTuple(args, "O!OOO", &PyType_Type, &type, &view, &target, &make))
+    PyObject *type, *kind, *view, *target, *make;
+    if (!PyArg_ParseTuple(args, "O!UOOO", &PyType_Type, &type, &kind, &view, &target, &make))
         return NULL;
-    if (num_viewed == MAX_LIBRARIES)
-        Py_RETURN_FALSE;
-    viewed[num_viewed].type = (PyTypeObject *)Py_NewRef(type);
-    viewed[num_viewed].view = Py_NewRef(view);
-    viewed[num_viewed].target = Py_NewRef(target);
-    viewed[num_viewed].make = make != Py_None ? Py_NewRef(make) : NULL;
+    const char *name = PyUnicode_AsUTF8AndSize(kind, NULL);
+    if (num_viewed == MAX_LIBRARIES || name == NULL)
+        return name != NULL ? Py_NewRef(Py_False) : NULL;
+    viewed[num_viewed] = (struct viewed){
+        .type = (PyTypeObject *)Py_NewRef(type),
+        .view = Py_NewRef(view),
+        .target = Py_NewRef(target),
+        .make = make != Py_None ? Py_NewRef(make) : NULL,
+        .library = {.form = VIEWED, .kind = name},
+    };
+    Py_INCREF(kind); /* whose name stays */
     num_viewed++;
     Py_RETURN_TRUE;
 }

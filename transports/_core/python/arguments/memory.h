@@ -59,6 +59,10 @@ bool pc_is_array(PyObject *x);
    exception: x needs none, or can have none; or it may overlap `out` (NULL: there is none). With an
    exception that is no Exception: a signal handler has raised it. */
 PyObject *pc_stand_in(PyObject *x, PyObject *out, bool may_differ);
+/* Whether Python looks at x. And have the description of what stands in for it say of what kind x
+   is; false: it cannot. */
+bool pc_is_viewed(PyObject *x);
+bool pc_tell_kind(PyObject *x, struct pc_array *stand_in);
 /* The new array, or list of them, that came of it, as x would have had it (new reference). */
 PyObject *pc_result_of_stand_in(PyObject *x, PyObject *result);
 /* The same for a list or tuple of `count` arrays that are alike, of at most `most` bytes each: one
@@ -120,7 +124,7 @@ void pc_raise_int_error(PyObject *text, PyObject *which);
 PyObject *pc_int_error_text(PyObject *module, PyObject *args);
 
 /* The kind, as `conversion.py` names it: its length. */
-#define PC_MOST_KIND_NBYTES 12
+#define PC_MOST_KIND_NBYTES 24
 size_t pc_kind_of_other(const struct pc_array *memory, char *to);
 
 /* What `conversion.describe` writes of an array: code of the dtype, length of the kind's name,

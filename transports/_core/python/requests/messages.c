@@ -29,12 +29,12 @@ int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag
         pc_memory_release(&outgoing->array);
         outgoing->array.held.obj = NULL;
     }
-    outgoing->stand_in = !pc_is_numpy_scalar(x) ? pc_stand_in(x, NULL, false) : NULL;
+    outgoing->stand_in = !pc_is_numpy_scalar(x) ? pc_stand_in(x, NULL, true) : NULL;
     if (PyErr_Occurred())
         return -1;
     if (outgoing->stand_in != NULL) {
         if (pc_messages_may_start(self) && pc_memory_of(outgoing->stand_in, &outgoing->array) &&
-            outgoing->array.ndim <= PC_NAMED_DIMS)
+            pc_tell_kind(x, &outgoing->array) && outgoing->array.ndim <= PC_NAMED_DIMS)
             return 1;
         pc_outgoing_release(outgoing);
         return 0;

@@ -100,7 +100,7 @@ static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t
     if (plain && !pc_incoming_of(self, values[SOURCE], values[TAG], values[OUT], values[STATUS],
                                  &incoming)) {
         if (is_blocking && !is_none(values[OUT]) && !PyErr_Occurred() &&
-            pc_is_numpy_array(values[OUT]))
+            (pc_is_numpy_array(values[OUT]) || pc_is_viewed(values[OUT])))
             stand_in = pc_target_stand_in(values[OUT], NULL, &is_copy);
         if (stand_in != NULL)
             status = is_none(values[STATUS]) ? PyObject_CallNoArgs(self->status_type)
