@@ -52,6 +52,8 @@ VALUE_NOWHERE: int
 VALUE_AT_SOURCE: int
 VALUE_AT_TARGET: int
 INLINE_NBYTES: int
+GATHERED_NBYTES: int
+GATHERED_RANKS: int
 WAY_BUFFER: int
 WAY_MAY_PUSH: int
 WAY_OFFER: int
@@ -340,7 +342,7 @@ class Collectives:
         rank: int,
         owner: Any,
         type: type[Collective],
-        planner: Callable[[int, int, Any, int, int, Any, str | None, Any], CompiledPlan | None],
+        planner: Callable[[int, int, Any, Any, int, Any, str | None, Any], CompiledPlan | None],
         finish: Callable[[Any, float], None],
         unpack: Callable[[Memory], Any],
         slow: Callable[[str], Callable[..., Any]],

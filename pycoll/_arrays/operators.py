@@ -12,7 +12,7 @@ import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -73,7 +73,7 @@ class Op(Hinting, foreign={"Create": "pycoll.Op(f, commutative=True)"}):
                 f"an operator is made of a function, not of a {type(self.fn).__name__}. "
                 "Pass fn(left, right), or the name of a built-in operator."
             )
-        if _is_member(self.fn):
+        if type(self.fn) is not FunctionType and _is_member(self.fn):
             raise TypeError(
                 f"an operator is made of a function of two values, not of {self.fn}"
                 f"{_meant(self.fn)}."
@@ -100,7 +100,7 @@ class Op(Hinting, foreign={"Create": "pycoll.Op(f, commutative=True)"}):
         code = getattr(self.fn, "__code__", None)
         if not isinstance(code, CodeType):
             return self.name
-        return f"{self.name}@{zlib.crc32(_code_text(code).encode()):08x}"
+        return f"{self.name}@{_checksum(code):08x}"
 
     def __hash__(self) -> int:
         # Not of fn: a callable object need not be hashable.
@@ -123,6 +123,11 @@ def _qualified_name(fn: object) -> str:
     name = getattr(named, "__qualname__", None) or getattr(named, "__name__", "?")
     module = getattr(named, "__module__", None)
     return f"{module}.{name}" if module else str(name)
+
+
+@functools.lru_cache(256)
+def _checksum(code: CodeType) -> int:
+    return zlib.crc32(_code_text(code).encode())
 
 
 def _code_text(code: CodeType) -> str:
@@ -221,7 +226,7 @@ def _is_anothers(op: object) -> bool:
     Python's `sum`, `any` and `all` take one operand, and what NumPy's functions compute is quicker
     by name; who wants them called makes a pycoll.Op of them.
     """
-    return (
+    return type(op) is not FunctionType and (
         any(op is function for function in (sum, any, all))
         or (isinstance(op, np.ufunc) and op in _UFUNCS)
         or type(op).__module__.partition(".")[0] == "mpi4py"
@@ -325,18 +330,16 @@ def _is_value_index(storage: np.dtype[Any]) -> bool:
     return len(fields) == 2 and all(field and field.family in "biuf" for field in fields)
 
 
-def combine(
-    op: Op, dtype: DType, left: Array, right: Array, out: Array, kind: str = "numpy"
-) -> None:
+def combine(op: Op, dtype: DType, kind: str, left: Array, right: Array, out: Array) -> None:
     """Write ``left op right`` to `out`, which may be `left` or `right`.
 
     Args:
         op: an operator that the core does not have, and `check` has passed for `dtype`.
         dtype: the type of the elements.
+        kind: of the values that a function gets (`user_operators.kind_of`).
         left: operand of the lower ranks, dtype ``dtype.storage``, any strides.
         right: operand of the higher ranks, the same shape and dtype.
         out: the same shape and dtype.
-        kind: of the values that a function gets (`user_operators.kind_of`).
 
     Memory beside the arrays: what `fn` allocates; for pairs one byte to three an element.
 
@@ -394,8 +397,7 @@ class Combiner:
         operands = [np.frombuffer(view, self.dtype.storage) for view in (left, right, out)]
         if not self.op.elementwise or not self._shape:  # a number is no piece
             operands = [operand.reshape(self._shape) for operand in operands]
-        left_array, right_array, out_array = operands
-        combine(self.op, self.dtype, left_array, right_array, out_array, self.kind)
+        combine(self.op, self.dtype, self.kind, *operands)
 
 
 def reduction(

@@ -9,8 +9,8 @@ import numpy as np
 from pycoll import _dtypes as dtypes
 from pycoll import schedules
 from pycoll._arrays import operators
+from pycoll._calls import gathered_reductions, shared_memory_calls
 from pycoll._calls.rooted import INLINE_NBYTES
-from pycoll._calls.shared_memory_calls import may_combine
 from pycoll._selection import costs
 from pycoll._selection.agreed import SHARED_MEMORY
 from pycoll._selection.select import UNKNOWN_S, Candidate, Query
@@ -120,27 +120,34 @@ def explain(
     collective = _ALIASES.get(collective, collective)
     request = Query(collective, 0 if collective == "barrier" else nbytes, shm=blocking)
     schedules.names(collective)  # or it does not exist
+    gathered = ""
     if collective in schedules.REDUCING:
         resolved = operators.resolve(op)
+        element = _element(dtype, resolved)
         request = request._replace(
             rank_order=not resolved.commutative,
             whole=not resolved.elementwise,
-            shm=blocking and may_combine(selector.shm, resolved, _element(dtype, resolved)),
+            shm=blocking and shared_memory_calls.may_combine(selector.shm, resolved, element),
         )
+        serves = shared_memory_calls.serves(resolved, element)
+        of_call = selector.agreed, selector.size, collective, nbytes
+        if blocking and not serves and gathered_reductions.are_short(*of_call):
+            request = Query(gathered_reductions.moves_for(collective), nbytes)
+            gathered = f"so short values go by {request.collective}, and are combined then; there "
     able, refused = with_default_floats(selector.ranking, request)
     chosen = able[0]
     return Explanation(
-        collective=request.collective,
+        collective=collective,
         nbytes=request.nbytes,
         size=selector.size,
         algorithm=chosen.choice.name,
         segments=chosen.choice.segments,
         seconds=chosen.seconds,
-        why=_ALONE if selector.size == 1 else _why(selector, request, able),
+        why=_ALONE if selector.size == 1 else gathered + _why(selector, request, able),
         runners_up=tuple((*found.choice, found.seconds) for found in able[1:]),
         refused=dict(refused),
         table=f"{selector.agreed.costs.origin} ({costs.LINKS[selector.link]})",
-        topology=selector.ordered_by(collective, chosen.choice.name),
+        topology=selector.ordered_by(request.collective, chosen.choice.name),
     )
 
 

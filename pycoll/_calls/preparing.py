@@ -6,7 +6,12 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from pycoll._arrays import operators
-from pycoll._calls import object_collectives, shared_memory_calls, shared_memory_uneven
+from pycoll._calls import (
+    gathered_reductions,
+    object_collectives,
+    shared_memory_calls,
+    shared_memory_uneven,
+)
 from pycoll._calls.call_plan import CallPlan, Route, route_of
 from pycoll._calls.group import IN_SHARED_MEMORY, SHARED_MEMORY, Group
 from pycoll._gpu import cuda_ipc
@@ -78,6 +83,8 @@ class Preparing:
         nbytes = value.array.nbytes
         if cut:
             nbytes //= self._group.size
+        if self._is_gathered(collective, op, value, algorithm):
+            return self._choose(gathered_reductions.moves_for(collective), nbytes, algorithm)
         return self._choose(
             collective,
             nbytes,
@@ -86,6 +93,10 @@ class Preparing:
             whole=not op.elementwise,
             shm=self._may_combine(op, value),
         )
+
+    def _is_gathered(self, collective: str, op: Op, value: Value, algorithm: str | None) -> bool:
+        call = self._group, collective, op, value, algorithm
+        return self._blocking and gathered_reductions.is_gathered(*call)
 
     def _may_combine(self, op: Op, value: Value) -> bool:
         return shared_memory_calls.may_combine(self._group.shm is not None, op, value.dtype)

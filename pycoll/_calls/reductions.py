@@ -9,6 +9,7 @@ from pycoll._arrays import conversion, objects, operators
 from pycoll._calls import (
     arguments,
     collectives,
+    gathered_reductions,
     lists,
     many,
     number_plans,
@@ -149,6 +150,10 @@ class Reductions(Preparing):
         root: int = 0,
     ) -> CallPlan[Any]:
         """Prepare a collective that combines arrays; `forced`: the caller's algorithm, or None."""
+        text = self._described(collective, collectives.type_text(value), op.signature, chosen, root)
+        if self._is_gathered(collective, op, value, forced):
+            what = self._group, text, self._route(chosen), collective, chosen
+            return gathered_reductions.GatheredReduction(*what, value, target, op, root)
         is_all_reduce = collective == "all_reduce"
         nbytes = value.array.nbytes // (1 if collective != "reduce_scatter" else self._group.size)
         may_use_gpus = on_gpus.applies(self._group, collective, op, value, nbytes, forced, chosen)
@@ -158,7 +163,7 @@ class Reductions(Preparing):
             reduction = on_gpus.prepare(self._group, collective, op, value, target, root)
         return ArrayPlan(
             self._group,
-            self._described(collective, collectives.type_text(value), op.signature, chosen, root),
+            text,
             self._route(chosen, levels),
             collective,
             chosen,

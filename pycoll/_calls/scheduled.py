@@ -153,8 +153,6 @@ class ArrayPlan(CallPlan[Any]):
 
     def result(self, got: Any, late: LateCopies) -> Any:
         """Return the target's array; None where there is no result."""
-        if got is not None:  # an operator of the user's is still to be called
-            got()
         if self.target is None or (self.collective == "exscan" and self.group.rank == 0):
             return None
         return self.target.result(late)

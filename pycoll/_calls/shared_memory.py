@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from pycoll._arrays import conversion
+from pycoll._arrays import conversion, operators
 from pycoll._calls import packings
 from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.context import Context
@@ -365,6 +365,8 @@ class ShmComm:
             words.append(packing.text)
         if counts is not None:
             words.append(counts_text(counts))
+        if op is not None and not isinstance(op, str):
+            op = operators.resolve(op).signature
         return Call(_text(collective, words, op or "sum", root), order, self._context)
 
 

@@ -1,8 +1,4 @@
-"""The algorithm `shared_memory` on arrays and objects whose arguments were checked.
-
-What the core does not have (Python operators, minloc and maxloc, objects) it still moves: operands
-are brought together and combined here, in rank order.
-"""
+"""The algorithm `shared_memory` on arrays whose arguments were checked."""
 
 from __future__ import annotations
 
@@ -12,23 +8,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pycoll import schedules
-from pycoll._arrays import conversion, operators, user_operators
+from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
 from pycoll._calls import on_gpus
-from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm, part_of
+from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._support.lazy_import import LazyModule
 from pycoll._transports._core import KINDS, OPS
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from pycoll import _dtypes as dtypes
     from pycoll._arrays.operators import Op
     from pycoll._calls.scheduled import ArrayPlan
     from pycoll._cuda.copies import GpuCopy, Push
     from pycoll._dtypes import Array, DType
 else:  # who broadcasts objects alone needs no NumPy
-    np, dtypes = LazyModule("numpy"), LazyModule("pycoll._dtypes")
+    dtypes = LazyModule("pycoll._dtypes")
 
 PIECES_AHEAD = 4
 """Pieces of an all_reduce that are on their way from the GPU at a time."""
@@ -54,11 +48,7 @@ def type_salt(dtype: DType) -> int:
 
 
 def run(shm: ShmComm, plan: ArrayPlan) -> Any:
-    """Run a collective on arrays.
-
-    Returns None; BY_MESSAGES if all ranks would rather offer; or, where an operator of the user's
-    is still to be called, what does that. Nothing is under way then, so it may raise.
-    """
+    """Run a collective on arrays. Returns None, or BY_MESSAGES if all ranks would rather offer."""
     if plan.op is None:
         return move(shm, plan.collective, plan.x, plan.memory, plan.root, plan.offers)
     if plan.may_use_gpus:
@@ -68,10 +58,8 @@ def run(shm: ShmComm, plan: ArrayPlan) -> Any:
                 _reduce(shm, plan, None)
     elif plan.in_pieces:
         _reduce(shm, plan, None)
-    elif serves(plan.op, plan.x.dtype):
-        combine(shm, plan.collective, plan.x, plan.memory, plan.op, plan.root)
     else:
-        return _bring(shm, plan.collective, plan.x, plan.memory, plan.op, plan.root)
+        combine(shm, plan.collective, plan.x, plan.memory, plan.op, plan.root)
     return None
 
 
@@ -142,11 +130,8 @@ class PieceHook:
 def combine(
     shm: ShmComm, collective: str, x: Value, result: Array | None, op: Op, root: int = 0
 ) -> None:
-    """Reduce `x` into the C-contiguous array `result` (None: not on this rank)."""
-    if serves(op, x.dtype):
-        _run(shm, collective, x, result, OPS.index(op.name), root)
-    else:
-        _bring(shm, collective, x, result, op, root)()
+    """Reduce `x`, which `op` serves, into the C-contiguous `result` (None: not on this rank)."""
+    _run(shm, collective, x, result, OPS.index(op.name), root)
 
 
 def move(
@@ -156,44 +141,21 @@ def move(
     result: Array | None,
     root: int = 0,
     offers: bool = False,
+    salt: int = 0,
 ) -> Any:
-    """Run a collective that only moves data.
+    """Run a collective that only moves data; `salt` as of `part_of`.
 
     With `offers`, x on a GPU is not in host memory yet, and this rank would rather offer it, by
     messages; returns BY_MESSAGES if all ranks would.
     """
     hook = functools.partial(_await_pull, shm, x) if offers else None
-    return BY_MESSAGES if _run(shm, collective, x, result, 0, root, hook=hook) else None
+    return BY_MESSAGES if _run(shm, collective, x, result, 0, root, salt, hook) else None
 
 
 def _await_pull(shm: ShmComm, x: Value, piece: int) -> None:
     """Not all ranks offer theirs: have `x` in host memory, whatever piece of it is wanted first."""
     assert x.stage is not None
     shm.wait(x.stage.pull(shm.engine))
-
-
-def _bring(
-    shm: ShmComm, collective: str, x: Value, result: Array | None, op: Op, root: int
-) -> Callable[[], None]:
-    """Bring the operands of an operator that the core does not have; return what combines them."""
-    how = {"reduce": "gather", "reduce_scatter": "all_to_all"}.get(collective, "all_gather")
-    size, rows = shm.size, None
-    if result is not None:
-        rows = np.empty((size, *result.shape), x.dtype.storage)
-    salt = part_of("operator", f"{collective} {op.signature}")
-    _run(shm, how, x, rows, 0, root, salt)
-    count = {"scan": shm.rank + 1, "exscan": shm.rank}.get(collective, size)
-    if rows is None or result is None or not count:
-        return lambda: None
-    return functools.partial(_fold, op, x, rows[:count], result)
-
-
-def _fold(op: Op, x: Value, rows: Array, result: Array) -> None:
-    """Combine rows in their order."""
-    total, kind = rows[0, ...], user_operators.kind_of(x)
-    for rank in range(1, len(rows)):
-        operators.combine(op, x.dtype, total, rows[rank, ...], total, kind)
-    result[...] = total
 
 
 def _run(

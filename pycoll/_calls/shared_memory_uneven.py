@@ -13,9 +13,9 @@ import numpy as np
 
 from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
-from pycoll._calls import blocks, collectives
+from pycoll._calls import blocks, collectives, gathered_reductions
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
-from pycoll._calls.shared_memory_calls import combine, serves, type_salt
+from pycoll._calls.shared_memory_calls import serves, type_salt
 from pycoll._calls.uneven_out import BlockTargets
 from pycoll._runtime.scratch import new_bytes
 from pycoll._transports._core import METHODS, OPS
@@ -108,4 +108,5 @@ def reduce_scatterv(shm: ShmComm, salt: int, plan: ArrayPlan) -> None:
     for root, view in enumerate(collectives.cut(array, counts)):
         part = np.frombuffer(view, x.dtype.storage).reshape(counts[root], *array.shape[1:])
         value = Value(part, x.dtype, x.kind)
-        combine(shm, "reduce", value, result if root == shm.rank else None, op, root)
+        mine = result if root == shm.rank else None
+        gathered_reductions.combine(shm, "reduce", value, mine, op, root)

@@ -18,6 +18,7 @@ from pycoll._calls import (
     blocks,
     collectives,
     core_runs,
+    gathered_reductions,
     message_steps,
     object_collectives,
     rooted,
@@ -29,6 +30,7 @@ from pycoll._calls.call_plan import ResultOf, Route, conclude
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import SHARED_MEMORY, Group, Numbered
 from pycoll._gpu import staged_run
+from pycoll._requests import chunk_places
 from pycoll._requests.core_started import CoreStarted, CoreTask, Owner
 from pycoll._runtime.envelope import readable
 from pycoll._runtime.task import Call, CallSteps, Started
@@ -45,18 +47,14 @@ from pycoll._transports._core import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from pycoll import schedules
     from pycoll._arrays.value import Value
     from pycoll._calls.group import Bound
     from pycoll._calls.rooted import Announcement
-    from pycoll._runtime.binding import ChunkPlace
     from pycoll._runtime.context import Context
     from pycoll._transports._core import Memory
     from pycoll._transports.base import Parts
 else:
-    np = LazyModule("numpy")
     schedules = LazyModule("pycoll.schedules")
 
 NONBLOCKING = tuple(f"i{name}" for name in METHODS)
@@ -200,16 +198,24 @@ class CompiledPlans:
         kind: int,
         blocking: int,
         x: Any,
-        op: int,
+        op: Any,
         root: int,
         result: Any,
         algorithm: str | None,
         counts: list[int] | None,
     ) -> CompiledPlan | None:
-        """Return the core's plan of a call and of all like it; None: Python must run them."""
+        """Return the core's plan of a call and of all like it; None: Python must run them.
+
+        Args:
+            op: the number of an operator, or a function: then the values are gathered, and
+                `algorithm` is its signature.
+        """
         _follow_changes()
         group, calls, name = self._group, self._calls[blocking], METHODS[kind]
-        arguments: dict[str, Any] = {"algorithm": algorithm} if name not in UNEVEN else {}
+        gathers = not isinstance(op, int)
+        arguments: dict[str, Any] = {}
+        if name not in UNEVEN:
+            arguments["algorithm"] = algorithm if not gathers else None
         if name in ("scatterv", "all_to_allv", "all_reduce_many"):
             arguments["xs"] = x
         elif name != "barrier":
@@ -220,7 +226,7 @@ class CompiledPlans:
             arguments["out"] = result
         reduces = name in schedules.REDUCING or name in ("reduce_scatterv", "all_reduce_many")
         if reduces:
-            arguments["op"] = OPS[op]
+            arguments["op"] = op if gathers else OPS[op]
         if counts is not None:
             arguments["counts"] = counts
         plan = getattr(calls, name)(**arguments)
@@ -229,7 +235,7 @@ class CompiledPlans:
             return CompiledPlan(group.size, 0, [], [], text, nothing, 1, 1, None, plan.salt)
         if plan.route is not Route.MESSAGES:
             return None
-        if not reduces and core_runs.may_be_offered():
+        if (gathers or not reduces) and core_runs.may_be_offered():
             return None
         if name in ("broadcast", "scatter"):
             if algorithm == SHARED_MEMORY:
@@ -243,9 +249,10 @@ class CompiledPlans:
         binding = bound.binding
         if "pycoll._cuda.staging" in sys.modules and staged_run.is_staged(binding):
             return None
-        if name == "exscan" and group.rank == 0:
+        if name == "exscan" and group.rank == 0 and not gathers:
             bound = bound._replace(binding=binding._replace(target=[None] * len(binding.target)))
-        places = bound.places or _places(bound, _elements(x), _elements(result))
+        into = plan.rows if gathers else chunk_places.elements(result)
+        places = bound.places or chunk_places.places_of(bound, chunk_places.elements(x), into)
         if places is None:
             return None
         collective, choice, *roots = bound.how
@@ -253,6 +260,10 @@ class CompiledPlans:
         reduction = core_runs.reduction_of(binding)
         how = steps, places, plan.text.encode(), reduction, choice.segments, bound.granule
         return CompiledPlan(group.size, len(places), *how)
+
+    def function(self, method: int, op: Any) -> gathered_reductions.Folding | None:
+        """Return how a function combines what a method gathers; None: Python must do all."""
+        return gathered_reductions.folding(self._group, METHODS[method], op)
 
     def _of_blocks(self, name: str, text: bytes, root: int) -> CompiledPlan:
         """Return the plan of a call on blocks of which only their senders know the length."""
@@ -337,7 +348,7 @@ class CompiledPlans:
             lengths = [came.nbytes] * group.size
             bound = rooted.bind_scatter(group, root, came, lengths, views, into)
         ends = source.array if source is not None else None, target.array if target else None
-        places = _places(bound, *ends)
+        places = chunk_places.places_of(bound, *ends)
         if places is None:
             return None
         head, choice = came.pack(), came.choice
@@ -410,46 +421,6 @@ def _blocks(
 def _unpack(memory: Memory) -> Any:
     """Return the array, in host memory, of a block that has come."""
     return conversion.unwrap(blocks.unpack(memoryview(memory)))
-
-
-def _elements(x: Any) -> Any:
-    """Return an array of any library as NumPy's; None is none."""
-    value = conversion.wrap(x) if x is not None else None  # a barrier imports no NumPy
-    return value.array if value is not None else None
-
-
-def _address(array: Any) -> tuple[int, int]:
-    """Return where an array begins and ends; None is nowhere."""
-    if array is None:
-        return 0, 0
-    begin = array.__array_interface__["data"][0]
-    return begin, begin + array.nbytes
-
-
-def _offset(view: memoryview | None, within: tuple[int, int]) -> int | None:
-    """Return where a view begins in some memory, -1 for no view; None: it is elsewhere."""
-    if view is None:
-        return -1
-    if not len(view):
-        return 0
-    offset: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0] - within[0]
-    return offset if 0 <= offset <= within[1] - within[0] - len(view) else None
-
-
-def _places(bound: Bound, x: Any, result: Any) -> list[ChunkPlace] | None:
-    """Return where the chunks are; None: some are elsewhere, or it is not known."""
-    source, target = _address(x), _address(result)
-    binding = bound.binding
-    places = []
-    for nbytes, parts, view in zip(binding.nbytes, binding.source, binding.target, strict=True):
-        if nbytes is None or (parts is not None and len(parts) != 1):
-            return None
-        begin = _offset(parts[0] if parts is not None else None, source)
-        end = _offset(view, target)
-        if begin is None or end is None:
-            return None
-        places.append((nbytes, begin, end))
-    return places
 
 
 @cache

@@ -182,7 +182,7 @@ def test_the_best_value_wins_with_its_index(
 ) -> None:
     a, b = np.array([left, left], PAIR), np.array([right, right], PAIR)
     out = {"left": a, "right": b, "new": np.empty_like(a)}[target]
-    operators.combine(operators.resolve(name), dtypes.of_numpy(PAIR), a, b, out)
+    operators.combine(operators.resolve(name), dtypes.of_numpy(PAIR), "numpy", a, b, out)
     assert out.tobytes() == np.array([winner, winner], PAIR).tobytes()
 
 
@@ -289,7 +289,7 @@ def test_a_function_may_return_an_operand_or_a_scalar_for_0_d() -> None:
 
 def test_out_may_be_an_operand_of_a_function() -> None:
     left, right = np.array([5.0, 6.0]), np.array([1.0, 2.0])
-    operators.combine(operators.resolve(a_function), dtypes.FLOAT64, left, right, right)
+    operators.combine(operators.resolve(a_function), dtypes.FLOAT64, "numpy", left, right, right)
     assert right.tolist() == [4, 4]
 
 

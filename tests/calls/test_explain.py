@@ -154,7 +154,10 @@ def test_where_memory_is_shared_the_core_is_chosen_but_not_for_requests(ranks: A
         request = comm.explain("broadcast", 8, blocking=False)
         assert request.algorithm != "shared_memory"
         assert "blocking" in request.refused["shared_memory"]
-        assert comm.explain("reduce", 8, min).algorithm != "shared_memory"
+        gathered = comm.explain("reduce", 8, min)
+        assert gathered.algorithm == "shared_memory"
+        assert gathered.why.startswith("so short values go by gather")
+        assert comm.explain("reduce", MiB, min).algorithm != "shared_memory"
 
     ranks(program)
 

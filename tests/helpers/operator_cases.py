@@ -30,7 +30,7 @@ def combine_into(op: operators.Op, dtype: DType, left: Array, right: Array, out:
     if isinstance(how, tuple):
         _core.reduce(how[0], how[1], out, [left, right])
     else:
-        operators.combine(op, dtype, left, right, out)
+        operators.combine(op, dtype, "numpy", left, right, out)
 
 
 def finished(array: Array, size: int) -> Array:

@@ -111,7 +111,7 @@ def test_an_operator_that_raises_breaks_the_communicator(ranks: Any) -> None:
             return group.iall_reduce(np.ones(3), pycoll.Op(bad)).wait()
 
         def block(group: Comm) -> Any:
-            return group.all_reduce(np.ones(3), pycoll.Op(bad))
+            return group.all_reduce(np.ones(3), pycoll.Op(bad), algorithm="tree")
 
         for call in (start, block):
             group = comm.dup()

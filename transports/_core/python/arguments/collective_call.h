@@ -41,6 +41,16 @@ static inline int find_root(PyObject *root, int size) {
     return value < size ? (int)value : -1;
 }
 
+/* What moves the values of a call. Those that a function is to reduce are gathered, and Python
+   combines them: then FUNCTION is (salt, signature, combine), and the signature the ALGORITHM. */
+static inline int pc_moves_for(int kind, PyObject *const *values) {
+    if (PC_LIKELY(values[FUNCTION] == NULL))
+        return kind;
+    return kind == PC_REDUCE           ? PC_GATHER
+           : kind == PC_REDUCE_SCATTER ? PC_ALL_TO_ALL
+                                       : PC_ALL_GATHER;
+}
+
 static inline bool dims_equal(int ndim, const intptr_t *one, const intptr_t *two) {
     for (int axis = 0; axis < ndim; axis++)
         if (one[axis] != two[axis])

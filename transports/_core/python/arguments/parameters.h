@@ -7,6 +7,7 @@
 enum argument {
     X, OP, ROOT, OUT, ALGORITHM, TIMEOUT, COUNTS, XS, /* of collectives */
     DEST, SOURCE, TAG, STATUS, SENDTAG, RECVTAG, /* of point to point, with some of them */
+    FUNCTION, /* no argument: see `pc_moves_for` */
     ARGUMENTS
 };
 

@@ -74,6 +74,10 @@ struct pc_plan_entry;
 
 /* Bytes that travel at once of what may be longer: see `INLINE_NBYTES` in _calls/rooted.py. */
 #define PC_INLINE_NBYTES 4096
+/* What a function reduces is gathered (`pc_moves_for`) if it has at most so many bytes, of all
+   ranks together; and of at most so many ranks: each then calls the function for every other. */
+#define PC_GATHERED_NBYTES (256 << 10)
+#define PC_GATHERED_RANKS 16
 #define PC_MOST_BLOCK_DIMS 32
 /* What goes before the elements of a block has at most so many. */
 #define PC_BLOCK_HEAD_NBYTES 320

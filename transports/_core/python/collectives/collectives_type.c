@@ -115,10 +115,9 @@ static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObj
     PyObject *algorithm = key->algorithm != NULL ? key->algorithm : Py_None;
     PyObject *counts = key->kind == PC_REDUCE_SCATTERV ? counts_of(self, key->listed)
                                                        : Py_NewRef(Py_None);
-    if (counts == NULL)
-        return NULL;
-    PyObject *plan = PyObject_CallFunction(self->planner, "iiOiiOON", key->kind, key->blocking, x,
-                                           key->op, key->root, result, algorithm, counts);
+    PyObject *op = values[FUNCTION] != NULL ? Py_NewRef(values[OP]) : PyLong_FromLong(key->op);
+    PyObject *plan = PyObject_CallFunction(self->planner, "iiONiOON", key->kind, key->blocking, x,
+                                           op, key->root, result, algorithm, counts);
     if (plan == NULL)
         return NULL;
     if (plan != Py_None && !is_plan(plan)) {
@@ -244,7 +243,7 @@ static bool find_value(pc_collectives *self, struct plan_key *key, PyObject **va
     int kind = key->kind;
     bool reduces = pc_reduces(kind);
     bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL || kind == PC_SCATTER;
-    if (!value_of(kind, key->op, values[X], x))
+    if (!value_of(pc_moves_for(kind, values), key->op, values[X], x))
         return false;
     if (x->ndim > PC_PLAN_DIMS || (reduces && pc_reduce_find(key->op, x->dtype) == NULL) ||
         (splits && (x->ndim == 0 || x->dims[0] != self->size)) ||
@@ -415,7 +414,7 @@ static struct pc_running *begin(pc_collectives *self, int kind, bool is_blocking
     key.algorithm = algorithm;
     if (kind != PC_BARRIER) {
         key.root = find_root(values[ROOT], self->size);
-        key.op = pc_reduces(kind) ? find_op(values[OP]) : 0;
+        key.op = pc_reduces(pc_moves_for(kind, values)) ? find_op(values[OP]) : 0;
         if (key.root >= 0 && pc_is_announced(kind) && self->rank != key.root)
             return begin_announced(self, &key, values);
         if (key.root < 0 || key.op < 0)
@@ -426,14 +425,16 @@ static struct pc_running *begin(pc_collectives *self, int kind, bool is_blocking
             return pc_is_uneven(kind) || pc_takes_objects(kind) ? begin_blocks(self, &key, values)
                                                                 : NULL;
     }
-    PyObject *result =
-        kind == PC_BROADCAST ? Py_NewRef(values[X])
-        : key.listed != NULL ? rows_for(self->rank, values, &x, begins, &out)
-                             : result_for(self->size, self->rank, kind, values, &x, key.root, &out);
+    int moves = pc_moves_for(kind, values);
+    PyObject *result = kind == PC_BROADCAST ? Py_NewRef(values[X])
+                       : key.listed != NULL
+                           ? rows_for(self->rank, values, &x, begins, &out)
+                           : result_for(self->size, self->rank, moves, values, &x, key.root, &out);
     struct pc_running *started = NULL;
     if (result != NULL) {
-        /* numbers go by one plan, wherever the result goes */
-        PyObject *plan = plan_of(self, &key, values, pc_is_number(&x) ? Py_None : result);
+        /* numbers go by one plan, wherever the result goes; and what is gathered is no result */
+        bool is_out = !pc_is_number(&x) && moves == kind;
+        PyObject *plan = plan_of(self, &key, values, is_out ? result : Py_None);
         started = start(self, &key, values[X], result, plan, &x, &out, is_none(values[OUT]));
         Py_XDECREF(plan);
         Py_DECREF(result);
@@ -482,10 +483,59 @@ static PyObject *by_messages(pc_collectives *self, int kind, bool is_blocking, P
 
 /* In shared memory, or else by messages. NULL without an exception: leave it to Python. */
 static inline PyObject *attempt(pc_collectives *self, int kind, bool is_blocking, PyObject **values,
+                                bool *goes_on);
+
+/* Whether something reduces that is no name. */
+static bool is_by_function(int kind, PyObject *const *values) {
+    return values[OP] != NULL && kind < PC_KINDS && !PyUnicode_Check(values[OP]) &&
+           values[FUNCTION] == NULL;
+}
+
+/* A reduction by a function: short values are gathered, and Python combines them when that is over.
+   As `attempt`. */
+PC_COLD static PyObject *attempt_function(pc_collectives *self, int kind, PyObject **values,
+                                          bool *goes_on) {
+    PyObject *moved[ARGUMENTS], *result = NULL, *rows = NULL, *done = NULL;
+    struct pc_array x, out;
+    int root = find_root(values[ROOT], self->size);
+    size_t count = kind != PC_REDUCE_SCATTER ? (size_t)self->size : 1;
+    if (root < 0 || self->size > PC_GATHERED_RANKS || !is_none(values[ALGORITHM]) ||
+        !pc_memory_of(values[X], &x))
+        return NULL;
+    if (x.nbytes <= PC_GATHERED_NBYTES / count && pc_reduce_find(PC_SUM, x.dtype) != NULL &&
+        (kind != PC_REDUCE_SCATTER || x.ndim > 0))
+        result = result_for(self->size, self->rank, kind, values, &x, root, &out);
+    pc_memory_release(&x);
+    if (result == NULL)
+        return NULL;
+    pc_memory_release(&out);
+    memcpy(moved, values, sizeof moved);
+    moved[OUT] = NULL;
+    moved[FUNCTION] = PyObject_CallMethod(self->planner, "function", "iO", kind, values[OP]);
+    if (!is_none(moved[FUNCTION])) {
+        moved[ALGORITHM] = PyTuple_GetItem(moved[FUNCTION], 1); /* so plans are told apart */
+        rows = attempt(self, kind, true, moved, goes_on);
+    }
+    if (rows != NULL && result != Py_None) {
+        PyObject *combine = PyTuple_GetItem(moved[FUNCTION], 2);
+        done = PyObject_CallFunctionObjArgs(combine, rows, result, NULL);
+    }
+    if (rows == NULL || (done == NULL && result != Py_None))
+        Py_CLEAR(result);
+    Py_XDECREF(moved[FUNCTION]);
+    Py_XDECREF(rows);
+    Py_XDECREF(done);
+    return result;
+}
+
+static inline PyObject *attempt(pc_collectives *self, int kind, bool is_blocking, PyObject **values,
                                 bool *goes_on) {
-    pc_comm *comm = is_blocking && self->allowed >> kind & 1 ? self->comm : NULL;
+    if (PC_UNLIKELY(is_by_function(kind, values)))
+        return is_blocking ? attempt_function(self, kind, values, goes_on) : NULL;
+    int moves = pc_moves_for(kind, values);
+    pc_comm *comm = is_blocking && self->allowed >> moves & 1 ? self->comm : NULL;
     PyObject *result = NULL;
-    if (PC_LIKELY(pc_may_share(comm)) && is_none(values[ALGORITHM])) {
+    if (PC_LIKELY(pc_may_share(comm)) && (is_none(values[ALGORITHM]) || moves != kind)) {
         result = PC_LIKELY(kind != PC_ALL_REDUCE_MANY) ? pc_shared_run(comm, kind, values)
                                                        : share_many(self, values);
         *goes_on = comm->heard;
@@ -554,7 +604,8 @@ static struct stand_ins stand_ins(const pc_collectives *self, int kind, bool is_
     PyObject *x = values[X], *out = is_none(values[OUT]) ? NULL : values[OUT];
     bool is_broadcast = kind == PC_BROADCAST;
     bool may_be_in_place = kind == PC_REDUCE || kind == PC_ALL_REDUCE;
-    bool takes_numbers = is_blocking && pc_reduces(kind) && kind != PC_REDUCE_SCATTER;
+    bool takes_numbers = is_blocking && pc_reduces(kind) && kind != PC_REDUCE_SCATTER &&
+                         !is_by_function(kind, values);
     struct stand_ins found = {.target_at = OUT};
     if (x == NULL || (is_broadcast && !is_blocking) ||
         (pc_is_numpy_scalar(x) && !takes_numbers))
@@ -581,7 +632,8 @@ static struct stand_ins stand_ins(const pc_collectives *self, int kind, bool is_
     else if (found.target != NULL && out == x && !found.is_copy)
         found.x = Py_NewRef(found.target);
     else
-        found.x = pc_stand_in(x, out != x ? out : NULL, is_blocking && !tells_kind(kind));
+        found.x = pc_stand_in(x, out != x ? out : NULL, /* a function is called with that kind */
+                              is_blocking && !tells_kind(kind) && !is_by_function(kind, values));
     return found;
 }
 

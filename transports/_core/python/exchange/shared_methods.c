@@ -9,7 +9,7 @@ PyObject *pc_argument_names[ARGUMENTS], *pc_op_names[PC_OPS];
 void pc_shared_init(void) {
     static const char *names[ARGUMENTS] = {
         "x",  "op",   "root",   "out", "algorithm", "timeout", "counts",
-        "xs", "dest", "source", "tag", "status",    "sendtag", "recvtag"};
+        "xs", "dest", "source", "tag", "status",    "sendtag", "recvtag", ""};
     static const char *ops[PC_OPS] = {"sum", "prod", "min",  "max", "avg", "band",
                                       "bor", "bxor", "land", "lor", "lxor"};
     for (int index = 0; index < ARGUMENTS; index++)
@@ -69,14 +69,16 @@ static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, const str
     if (PC_UNLIKELY(pc_is_gathered(x)) &&
         (gathered = (int64_t *)(void *)pc_scratch(comm, (size_t)comm->size * x->nbytes)) == NULL)
         return PyErr_NoMemory();
-    PyObject *result = result_for(comm->size, comm->rank, kind, values, x, root, &out);
+    int moves = pc_moves_for(kind, values);
+    PyObject *result = result_for(comm->size, comm->rank, moves, values, x, root, &out);
     if (result == NULL)
         return NULL;
     pc_collective call;
-    if (pc_user_call_begin(&call, comm, kind, root, values[TIMEOUT]) < 0) {
+    if (pc_user_call_begin(&call, comm, moves, root, values[TIMEOUT]) < 0) {
         Py_CLEAR(result);
         goto done;
     }
+    call.method = kind;
     call.op = op;
     call.dtype = x->dtype;
     call.x = x->data;
@@ -84,11 +86,15 @@ static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, const str
     call.nbytes = x->nbytes;
     if (kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL)
         call.nbytes /= (size_t)comm->size;
-    call.may_use_gpus = comm->may_use_gpus && (kind == PC_ALL_REDUCE || kind == PC_REDUCE ||
-                                               kind == PC_REDUCE_SCATTER);
+    call.may_use_gpus = comm->may_use_gpus && (moves == PC_ALL_REDUCE || moves == PC_REDUCE ||
+                                               moves == PC_REDUCE_SCATTER);
     call.x_object = values[X];
     call.op_object = values[OP];
-    if (PC_UNLIKELY(pc_is_int(x))) {
+    if (PC_UNLIKELY(moves != kind)) {
+        uint64_t salt = PyLong_AsUnsignedLongLong(PyTuple_GetItem(values[FUNCTION], 0));
+        pc_sign_part(&call, salt, x->ndim, x->dims);
+        result = pc_call_end(&call, pc_exchange_run(&call), result);
+    } else if (PC_UNLIKELY(pc_is_int(x))) {
         pc_collective part = part_of_ints(&call, x, gathered);
         result = pc_call_end(&part, pc_exchange_run(&part), result);
     } else {
@@ -257,12 +263,12 @@ PC_HOT PyObject *pc_shared_run(pc_comm *comm, int kind, PyObject **values) {
     if (pc_is_announced(kind))
         return run_announced(comm, kind, values, root);
     struct pc_array x;
-    int op = find_op(values[OP]);
+    int op = values[FUNCTION] != NULL ? 0 : find_op(values[OP]);
     bool reduces = pc_reduces(kind);
     bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
     if (op < 0)
         return NULL;
-    if (PC_UNLIKELY(!value_of(kind, op, values[X], &x)))
+    if (PC_UNLIKELY(!value_of(pc_moves_for(kind, values), op, values[X], &x)))
         return !reduces && is_none(values[OUT])
                    ? pc_shared_objects(comm, kind, root, values[X], values[TIMEOUT])
                    : NULL;

@@ -1,0 +1,147 @@
+"""Reductions by operators that the core does not have: functions, minloc and maxloc.
+
+Short values are gathered, on every rank that gets a result, and combined there in rank order when
+the call is over. Nothing is under way then: a function may raise, and breaks nothing. Longer ones
+are combined as they come, by the steps of a schedule (`operators.reduction`). The core gathers what
+it can (`attempt_function` in collectives_type.c), and asks here for the rest (`folding`).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pycoll._arrays import conversion, operators, user_operators
+from pycoll._calls import collectives, shared_memory_calls
+from pycoll._calls.group import SHARED_MEMORY, Bound, Group
+from pycoll._calls.scheduled import ArrayPlan
+from pycoll._calls.shared_memory import ShmComm, part_of
+from pycoll._support.public_edge import edge
+from pycoll._transports._core import GATHERED_NBYTES, GATHERED_RANKS
+
+if TYPE_CHECKING:
+    from pycoll._arrays.operators import Op
+    from pycoll._arrays.value import Value
+    from pycoll._cuda.late_copies import LateCopies
+    from pycoll._dtypes import Array
+    from pycoll._selection.agreed import Agreed
+
+Folding = tuple[int, str, Callable[[Any, Any], None]]
+"""Of a function: the salt of its calls in shared memory, its signature, and what combines rows."""
+
+
+def moves_for(collective: str) -> str:
+    """Return the collective that gathers the values of a reduction."""
+    return {"reduce": "gather", "reduce_scatter": "all_to_all"}.get(collective, "all_gather")
+
+
+def is_gathered(group: Group, collective: str, op: Op, x: Value, algorithm: str | None) -> bool:
+    """Whether a blocking reduction gathers; the same on all ranks. `algorithm`: what is named."""
+    if shared_memory_calls.serves(op, x.dtype):
+        return False
+    if algorithm is not None:
+        return algorithm == SHARED_MEMORY and group.shm is not None
+    nbytes = x.array.nbytes // (group.size if collective == "reduce_scatter" else 1)
+    return are_short(group.engine.agreed, group.size, collective, nbytes)
+
+
+def are_short(agreed: Agreed, size: int, collective: str, nbytes: int) -> bool:
+    """Whether values are gathered; `nbytes`: of one rank's value, or of one block."""
+    fit = size <= GATHERED_RANKS and nbytes * size <= GATHERED_NBYTES
+    return fit and collective not in agreed.rules
+
+
+class GatheredReduction(ArrayPlan):
+    """A reduction that gathers; its `choice` is the algorithm of that."""
+
+    @functools.cached_property
+    def rows(self) -> Array | None:
+        """What is gathered; None: nothing on this rank."""
+        if self.target is None:
+            return None
+        shape = self.x.array.shape
+        rows_shape = shape if self.collective == "reduce_scatter" else (self.group.size, *shape)
+        return np.empty(rows_shape, self.x.dtype.storage)
+
+    def _bind(self, x: Value, memory: Array | None) -> Bound:
+        moves = moves_for(self.collective)
+        return collectives.bind(self.group, moves, self.choice, x, self.rows, None, self.root)
+
+    def in_shared_memory(self, shm: ShmComm) -> None:
+        _gather(shm, self.collective, self.x, self.rows, self.op, self.root)
+
+    def result(self, got: Any, late: LateCopies) -> Any:
+        """Combine what was gathered; returns the target's array, None where there is no result."""
+        count = _count(self.group, self.collective)
+        if self.target is None or self.rows is None or not count:
+            return None
+        assert self.op is not None
+        _fold(self.op, self.x, self.rows[:count], self.target.memory)
+        return self.target.result(late)
+
+
+def combine(
+    shm: ShmComm, collective: str, x: Value, result: Array | None, op: Op, root: int = 0
+) -> None:
+    """Reduce, or all_reduce, into `result` (None: not on this rank), as a part of a call."""
+    rows = np.empty((shm.size, *result.shape), x.dtype.storage) if result is not None else None
+    _gather(shm, collective, x, rows, op, root)
+    if rows is not None and result is not None:
+        _fold(op, x, rows, result)
+
+
+def _gather(
+    shm: ShmComm, collective: str, x: Value, rows: Array | None, op: Op | None, root: int
+) -> None:
+    assert op is not None
+    salt = _salt(collective, op.signature)
+    shared_memory_calls.move(shm, moves_for(collective), x, rows, root, salt=salt)
+
+
+def _salt(collective: str, signature: str) -> int:
+    return part_of("operator", f"{collective} {signature}")
+
+
+def _count(group: Group, collective: str) -> int:
+    """Return how many ranks' values this rank combines."""
+    return {"scan": group.rank + 1, "exscan": group.rank}.get(collective, group.size)
+
+
+def _fold(op: Op, x: Value, rows: Array, result: Array) -> None:
+    """Combine values like `x`, which nobody else has, in their order."""
+    rows.flags.writeable = False
+    kind, total = user_operators.kind_of(x), rows[0, ...]
+    for row in range(1, len(rows)):
+        operators.combine(op, x.dtype, kind, total, rows[row, ...], result)
+        total = result
+    if total is not result:
+        np.copyto(result, total)
+
+
+def folding(group: Group, collective: str, op: Any) -> Folding | None:
+    """Return how a function combines what the core gathers for a call; None: Python must do all."""
+    try:
+        resolved = operators.resolve(op)
+    except Exception:
+        return None  # it will be said there
+    fn = resolved.fn
+    if not (callable(fn) and resolved.is_known) or fn is min or fn is max:
+        return None
+    if collective in group.engine.agreed.rules:
+        return None
+    signature = sys.intern(resolved.signature)
+    fold = functools.partial(_folded, resolved, _count(group, collective))
+    return _salt(collective, signature), signature, fold
+
+
+@edge
+def _folded(op: Op, count: int, rows: Any, result: Any) -> None:
+    """Write the combination of the first rows to `result`."""
+    x, into = conversion.wrap(rows), conversion.wrap(result)
+    assert x is not None
+    assert into is not None
+    _fold(op, x, x.array[:count], into.array)
