@@ -44,7 +44,7 @@ else:
     dtypes = LazyModule("pycoll._dtypes")
 
 NAMES = (
-    *("send", "ssend", "recv", "isend", "issend", "irecv"),
+    *("send", "ssend", "bsend", "recv", "isend", "issend", "irecv"),
     *("sendrecv", "isendrecv", "probe", "iprobe"),
 )
 """Methods that the core has."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiers import alone, on_every_way
+from tiers import alone, on_every_way, sizes
 
 import pycoll
 
@@ -47,6 +47,30 @@ def test_ranks_send_to_each_other_before_they_receive(ranks: Any) -> None:
 @alone
 def test_a_rank_sends_copies_to_itself(ranks: Any) -> None:
     ranks(exchange_before_any_receive)
+
+
+@sizes(2)
+def test_what_leaves_at_once_goes_through_no_python(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        def never(*args: Any, **kwargs: Any) -> None:
+            raise AssertionError("it went through Python")
+
+        comm.bsend("the first opens the link", 1 - comm.rank)
+        comm.recv(1 - comm.rank)
+        values = np.arange(5), {"a": [1, 2]}, np.arange(12).reshape(3, 4)[:, ::2], 7
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pycoll.Communicator, "bsend", never)
+            for x in values:
+                comm.bsend(x, 1 - comm.rank, tag=3, timeout=9)
+                if isinstance(x, np.ndarray):
+                    x += 1
+            with pytest.raises(AssertionError, match="it went through Python"):
+                comm.bsend(np.zeros(100_000), 1 - comm.rank)
+        for x in values:
+            got = comm.recv(1 - comm.rank, 3)
+            assert np.array_equal(got, x - 1) if isinstance(x, np.ndarray) else got == x
+
+    ranks(program)
 
 
 @on_every_way

@@ -130,6 +130,7 @@ for turn in range(3):
         for _ in range(5):
             comm.send(y, 1 - rank)
         filled((4, 2), lambda out: comm.recv(1 - rank, out=out), x)
+        filled((4, 2), lambda out: comm.sendrecv(y, 1 - rank, out=out), x)
         filled((8, 2), lambda out: whole_of(comm.all_gatherv(y, out=out), out), [*x, *x])
 ok()
 """
@@ -160,6 +161,9 @@ for turn in range(2):  # first calls are prepared in Python
         for wide in (None, np.empty((4, 6))[:, ::2]):
             comm.send(y, 1 - rank)
             got = comm.recv(1 - rank, out=wide)
+            assert wide is None or got is wide
+            same(got.copy(), y)
+            got = comm.sendrecv(y, 1 - rank, 1 - rank, out=wide, status=pycoll.Status())
             assert wide is None or got is wide
             same(got.copy(), y)
     for z in (np.float64(1.5), np.float32(2.5), np.int64(7), np.int8(3), np.float16(0.5)):
@@ -220,6 +224,8 @@ for turn in range(2):
     error_like(ValueError, "overlaps", comm.all_reduce, x, out=out)
     error_like(ValueError, "overlaps", comm.all_reduce, x[::-1], out=out)
     error_like(ValueError, "overlaps", comm.sendrecv, x, 1 - rank, 1 - rank, out=out)
+    error_like(ValueError, "overlaps", comm.sendrecv, out, 1 - rank, 1 - rank, out=x)
+    error_like(ValueError, "overlaps", comm.sendrecv, x[::-1], 1 - rank, 1 - rank, out=x)
     base[...] = rank
     got = comm.all_reduce(base[:4, :2], out=base[4:6].reshape(4, 2))
     assert (got == 1).all() and (base[4:6] == 1).all() and (base[:4] == rank).all()
@@ -234,6 +240,11 @@ for turn in range(2):
     error_like(pycoll.MismatchError, "float32", comm.recv, out=np.zeros((4, 4), "f4")[:, :2])
     got = comm.recv(1 - rank, out=np.full((9, 9), -1.0)[:, ::2])  # which is longer
     assert got.ravel()[:17].tolist() == [*sent.ravel(), -1]
+    status = pycoll.Status()
+    got = comm.sendrecv(sent, 1 - rank, out=np.full((9, 9), -1.0)[:, ::2], status=status)
+    assert got.ravel()[:17].tolist() == [*sent.ravel(), -1] and status.nbytes == sent.nbytes
+    z = np.full((4, 8), float(rank))[:, ::2]
+    assert comm.sendrecv(z, 1 - rank, out=z) is z and (z == 1 - rank).all()  # in place
     # what another thread writes behind the end of what comes stays
     wide = np.zeros((8, 4))
     if rank == 1:

@@ -191,6 +191,12 @@ PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extr
     return made;
 }
 
+PyObject *pc_array_like(PyObject *x) {
+    const struct array_fields *array = (const struct array_fields *)x;
+    struct pc_array like = {.ndim = array->ndim, .dims = array->dims};
+    return pc_array_new(&like, x, 0);
+}
+
 size_t pc_array_itemsize(int dtype) {
     for (int index = 0; ndarray != NULL && index < num_dtypes; index++)
         if (dtypes[index].code == dtype)

@@ -45,6 +45,8 @@ bool pc_is_injective(int ndim, const intptr_t *dims, const intptr_t *strides, in
 /* Whether x is an array of NumPy's as `pc_array_view` takes them, but not contiguous or not
    aligned. */
 bool pc_array_is_spread(PyObject *x, struct pc_extent *extent);
+/* A new uninitialized array of that dtype and shape, contiguous; NULL with an exception. */
+PyObject *pc_array_like(PyObject *x);
 /* Whether x is a scalar of NumPy's, of a dtype that is known here; and an array of no dimensions
    with its value (new reference; NULL without an exception: none can be made). */
 bool pc_is_numpy_scalar(PyObject *x);

@@ -306,7 +306,9 @@ PyObject *pc_target_stand_in(PyObject *target, PyObject *x, bool *is_copy) {
     const char *copies = spread(target, &extent);
     bool may_be = copies != NULL && extent.writeable &&
                   (x == NULL || pc_is_numpy_scalar(x) || !overlap(&extent, x));
-    return may_be ? copy_of(target, copies) : NULL;
+    if (!may_be)
+        return NULL;
+    return pc_is_numpy_array(target) ? pc_array_like(target) : copy_of(target, copies);
 }
 
 static bool are_alike(const struct pc_array *one, const struct pc_array *other) {

@@ -69,8 +69,12 @@ PyObject *pc_result_of_stand_in(PyObject *x, PyObject *result);
    array of them. */
 PyObject *pc_stacked(PyObject *list, int count, size_t most);
 /* The same for what is written to, if it may be; `x`: what is read meanwhile, or NULL. If it is a
-   copy, it must be copied to the target then. */
+   copy, with anything in it, it must be copied to the target then. */
 PyObject *pc_target_stand_in(PyObject *target, PyObject *x, bool *is_copy);
+/* Copy all of it to the target, which is returned (new reference); NULL with an exception. */
+static inline PyObject *pc_filled(PyObject *target, PyObject *stand_in) {
+    return PyObject_SetItem(target, Py_Ellipsis, stand_in) == 0 ? Py_NewRef(target) : NULL;
+}
 
 static inline void pc_memory_release(struct pc_array *memory) {
     if (PC_UNLIKELY(memory->held.obj != NULL))

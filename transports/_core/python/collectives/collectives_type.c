@@ -654,8 +654,7 @@ PC_COLD static PyObject *attempt_with_stand_ins(pc_collectives *self, int kind, 
     if (found.are_rows && !is_none(result)) {
         wanted = filled_rows(target, result);
     } else if (result != NULL && result == found.target) {
-        bool is_there = !found.is_copy || PyObject_SetItem(target, Py_Ellipsis, result) == 0;
-        wanted = is_there ? Py_NewRef(target) : NULL;
+        wanted = found.is_copy ? pc_filled(target, result) : Py_NewRef(target);
     } else if (result != NULL && result == found.x) {
         wanted = Py_NewRef(x);
     } else if (found.x != NULL && is_none(values[OUT]) && !is_none(result)) {

@@ -13,7 +13,7 @@ static bool plain_peer(const pc_messages *self, PyObject *value, long least, int
     return number >= least && number != -2 && number < self->size;
 }
 
-int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag,
+int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag, PyObject *out,
                    struct pc_outgoing *outgoing) {
     outgoing->value = x;
     outgoing->stand_in = NULL;
@@ -29,7 +29,7 @@ int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag
         pc_memory_release(&outgoing->array);
         outgoing->array.held.obj = NULL;
     }
-    outgoing->stand_in = !pc_is_numpy_scalar(x) ? pc_stand_in(x, NULL, true) : NULL;
+    outgoing->stand_in = !pc_is_numpy_scalar(x) ? pc_stand_in(x, out, true) : NULL;
     if (PyErr_Occurred())
         return -1;
     if (outgoing->stand_in != NULL) {

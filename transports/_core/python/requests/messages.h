@@ -22,15 +22,19 @@ struct pc_incoming_call {
     long tag;
     PyObject *out, *status; /* borrowed, or NULL */
     struct pc_array array;  /* `out`; must be released */
+    /* What stands in for an array that is none of those, and is `out` then, and a Status which says
+       how much of it has come; or NULL. These must be released, too. */
+    PyObject *stand_in, *own_status;
+    bool is_copy; /* that it does not lie in the memory of `out` */
 };
 
 /* Whether anything can be started here. */
 static inline bool pc_messages_may_start(const pc_messages *self) {
     return pc_may_start((const struct pc_methods *)self, self->context->messages_usable);
 }
-/* 1: `outgoing` is filled in, and must be released; 0: leave it to Python; -1 with an
-   exception. */
-int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag,
+/* 1: `outgoing` is filled in, and must be released; 0: leave it to Python; -1 with an exception.
+   `out`: what is written to meanwhile, or NULL. */
+int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag, PyObject *out,
                    struct pc_outgoing *outgoing);
 /* But for `views`. */
 static inline void pc_outgoing_release(struct pc_outgoing *outgoing) {

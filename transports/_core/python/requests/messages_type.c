@@ -23,17 +23,40 @@ static bool overlap(const struct pc_array *one, const struct pc_array *other) {
     return first < second + other->nbytes && second < first + one->nbytes;
 }
 
+/* As of `pc_outgoing_of`. */
+static int read_send(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                     PyObject *keywords, bool is_blocking, struct pc_outgoing *outgoing,
+                     uint64_t *timeout_ns) {
+    PyObject *values[ARGUMENTS] = {NULL};
+    if (!pc_messages_may_start(self) || !parse(send_order, args, count, keywords, values) ||
+        !pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, timeout_ns) ||
+        (!is_blocking && values[TIMEOUT] != NULL))
+        return 0;
+    return pc_outgoing_of(self, values[X], values[DEST], values[TAG], NULL, outgoing);
+}
+
+/* What does not leave at once Python copies. */
+static PyObject *messages_bsend(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                                PyObject *keywords) {
+    struct pc_outgoing outgoing;
+    uint64_t timeout_ns;
+    int plain = read_send(self, args, count, keywords, true, &outgoing, &timeout_ns);
+    bool is_posted = plain > 0 && pc_messages_post(self, &outgoing);
+    if (plain > 0) {
+        pc_outgoing_release(&outgoing);
+        pc_views_release(outgoing.views);
+    }
+    if (is_posted)
+        Py_RETURN_NONE;
+    return plain >= 0 ? pc_call_method(self->slow, "bsend", args, count, keywords) : NULL;
+}
+
 static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t count,
                          PyObject *keywords, enum pc_request_kind kind, bool is_blocking,
                          const char *name) {
-    PyObject *values[ARGUMENTS] = {NULL};
     struct pc_outgoing outgoing;
     uint64_t timeout_ns;
-    int plain = pc_messages_may_start(self) && parse(send_order, args, count, keywords, values) &&
-                pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) &&
-                (is_blocking || values[TIMEOUT] == NULL);
-    if (plain)
-        plain = pc_outgoing_of(self, values[X], values[DEST], values[TAG], &outgoing);
+    int plain = read_send(self, args, count, keywords, is_blocking, &outgoing, &timeout_ns);
     if (plain <= 0)
         return plain == 0 ? pc_call_method(self->slow, name, args, count, keywords) : NULL;
     if (is_blocking && kind == PC_SEND && pc_messages_post(self, &outgoing)) {
@@ -67,7 +90,7 @@ static PyObject *filled(PyObject *out, PyObject *stand_in, PyObject *status) {
     bool is_all = size != NULL && PyLong_AsSsize_t(size) == count;
     Py_XDECREF(size);
     if (is_all) /* at once: `flat` goes from element to element */
-        return PyObject_SetItem(out, Py_Ellipsis, stand_in) == 0 ? Py_NewRef(out) : NULL;
+        return pc_filled(out, stand_in);
     PyObject *to = size != NULL ? PyObject_GetAttrString(out, "flat") : NULL;
     PyObject *from = to != NULL ? PyObject_GetAttrString(stand_in, "flat") : NULL;
     PyObject *part = from != NULL ? PySequence_GetSlice(from, 0, count) : NULL;
@@ -76,6 +99,40 @@ static PyObject *filled(PyObject *out, PyObject *stand_in, PyObject *status) {
     Py_XDECREF(from);
     Py_XDECREF(part);
     return is_well ? Py_NewRef(out) : NULL;
+}
+
+/* As of `pc_incoming_of`, for a receive that blocks also into an array of NumPy's that is not
+   contiguous, or at which Python looks; `x`: what is read meanwhile, or NULL. It must be released
+   in any case. */
+static bool incoming_of(pc_messages *self, PyObject **values, PyObject *tag, PyObject *x,
+                        bool is_blocking, struct pc_incoming_call *incoming) {
+    PyObject *out = values[OUT], *status = values[STATUS];
+    if (pc_incoming_of(self, values[SOURCE], tag, out, status, incoming))
+        return true;
+    if (!is_blocking || is_none(out) || PyErr_Occurred() ||
+        !(pc_is_numpy_array(out) || pc_is_viewed(out)))
+        return false;
+    incoming->stand_in = pc_target_stand_in(out, x, &incoming->is_copy);
+    if (incoming->stand_in == NULL)
+        return false;
+    incoming->own_status =
+        is_none(status) ? PyObject_CallNoArgs(self->status_type) : Py_NewRef(status);
+    return incoming->own_status != NULL && pc_messages_may_start(self) &&
+           pc_incoming_of(self, values[SOURCE], tag, incoming->stand_in, incoming->own_status,
+                          incoming);
+}
+
+/* Release it; and if what was received stands in for `out`, return that for it. */
+static PyObject *delivered(struct pc_incoming_call *incoming, PyObject *out, PyObject *value) {
+    if (value != NULL && value == incoming->stand_in) {
+        Py_DECREF(value);
+        value = incoming->is_copy ? filled(out, incoming->stand_in, incoming->own_status)
+                                  : Py_NewRef(out);
+    }
+    pc_memory_release(&incoming->array);
+    Py_XDECREF(incoming->stand_in);
+    Py_XDECREF(incoming->own_status);
+    return value;
 }
 
 static PyObject *receive(pc_messages *self, const struct pc_incoming_call *incoming,
@@ -89,38 +146,21 @@ static PyObject *receive(pc_messages *self, const struct pc_incoming_call *incom
 
 static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t count,
                             PyObject *keywords, bool is_blocking, const char *name) {
-    PyObject *values[ARGUMENTS] = {NULL}, *stand_in = NULL, *status = NULL, *value = NULL;
+    PyObject *values[ARGUMENTS] = {NULL}, *value = NULL;
     struct pc_incoming_call incoming;
     uint64_t timeout_ns;
     incoming.array.held.obj = NULL;
-    bool is_copy;
+    incoming.stand_in = incoming.own_status = NULL;
     bool plain = pc_messages_may_start(self) && parse(recv_order, args, count, keywords, values) &&
                  pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) &&
-                 (is_blocking || values[TIMEOUT] == NULL);
-    if (plain && !pc_incoming_of(self, values[SOURCE], values[TAG], values[OUT], values[STATUS],
-                                 &incoming)) {
-        if (is_blocking && !is_none(values[OUT]) && !PyErr_Occurred() &&
-            (pc_is_numpy_array(values[OUT]) || pc_is_viewed(values[OUT])))
-            stand_in = pc_target_stand_in(values[OUT], NULL, &is_copy);
-        if (stand_in != NULL)
-            status = is_none(values[STATUS]) ? PyObject_CallNoArgs(self->status_type)
-                                             : Py_NewRef(values[STATUS]);
-        plain = status != NULL && pc_messages_may_start(self) &&
-                pc_incoming_of(self, values[SOURCE], values[TAG], stand_in, status, &incoming);
-    }
-    if (plain) {
+                 (is_blocking || values[TIMEOUT] == NULL) &&
+                 incoming_of(self, values, values[TAG], NULL, is_blocking, &incoming);
+    if (plain)
         value = receive(self, &incoming, is_blocking, timeout_ns);
-        pc_memory_release(&incoming.array); /* which a request keeps */
-        if (value != NULL && value == stand_in) {
-            Py_DECREF(value);
-            value = is_copy ? filled(values[OUT], stand_in, status) : Py_NewRef(values[OUT]);
-        }
-    } else if (!PyErr_Occurred()) {
-        value = pc_call_method(self->slow, name, args, count, keywords);
-    }
-    Py_XDECREF(stand_in);
-    Py_XDECREF(status);
-    return value;
+    value = delivered(&incoming, values[OUT], value); /* the memory a request keeps */
+    if (plain || PyErr_Occurred())
+        return value;
+    return pc_call_method(self->slow, name, args, count, keywords);
 }
 
 /* The requests of a receive and a send at the same time; false: there is an exception. */
@@ -141,13 +181,12 @@ static bool start_both(pc_messages *self, const struct pc_incoming_call *incomin
 }
 
 /* The receive of a sendrecv whose message was posted. */
-static PyObject *receive_after(pc_messages *self, struct pc_incoming_call *incoming,
+static PyObject *receive_after(pc_messages *self, const struct pc_incoming_call *incoming,
                                const struct pc_outgoing *posted, uint64_t timeout_ns) {
     PyObject *value = pc_messages_take(self, incoming);
     struct pc_request *received = NULL;
     if (value == NULL && !PyErr_Occurred())
         received = pc_messages_receive(self, incoming, PC_RECV, true);
-    pc_memory_release(&incoming->array); /* which the request keeps */
     return received != NULL ? pc_messages_finish_posted(self, received, posted, timeout_ns) : value;
 }
 
@@ -162,38 +201,37 @@ static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t co
                 parse(sendrecv_order, args, count, keywords, values) &&
                 pc_timeout(values[TIMEOUT], self->context->op_timeout_ns, &timeout_ns) &&
                 (is_blocking || values[TIMEOUT] == NULL) &&
-                pc_incoming_of(self, values[SOURCE], values[RECVTAG], values[OUT], values[STATUS],
-                               &incoming) &&
-                values[OUT] != values[X];
+                values[OUT] != values[X] &&
+                incoming_of(self, values, values[RECVTAG], values[X], is_blocking, &incoming);
     if (plain)
-        plain = pc_outgoing_of(self, values[X], values[DEST], values[SENDTAG], &outgoing);
+        plain = pc_outgoing_of(self, values[X], values[DEST], values[SENDTAG], incoming.out,
+                               &outgoing);
     if (plain > 0 && incoming.out != NULL &&
-        (outgoing.views != NULL || outgoing.stand_in != NULL ||
-         overlap(&outgoing.array, &incoming.array))) {
+        (outgoing.views != NULL || overlap(&outgoing.array, &incoming.array))) {
         pc_views_release(outgoing.views);
         plain = 0;
     }
-    struct pc_request *received, *sent;
+    PyObject *value = NULL;
+    struct pc_request *one, *other;
     if (plain > 0 && is_blocking && pc_messages_post(self, &outgoing)) {
-        pc_outgoing_release(&outgoing);
         pc_views_release(outgoing.views);
-        return receive_after(self, &incoming, &outgoing, timeout_ns);
+        value = receive_after(self, &incoming, &outgoing, timeout_ns);
+    } else if (plain > 0) {
+        enum pc_way way = is_blocking ? way_of(timeout_ns) : PC_MAY_PUSH;
+        bool started = start_both(self, &incoming, &outgoing, is_blocking, way, &one, &other);
+        if (started && is_blocking) {
+            value = pc_messages_finish_both(self, one, other, timeout_ns);
+        } else if (started) {
+            value = pc_both_new(one, other);
+            Py_DECREF((PyObject *)one);
+            Py_DECREF((PyObject *)other);
+        }
     }
-    enum pc_way way = is_blocking && plain > 0 ? way_of(timeout_ns) : PC_MAY_PUSH;
-    bool started = plain > 0 && start_both(self, &incoming, &outgoing, is_blocking, way, &received,
-                                           &sent);
-    pc_memory_release(&incoming.array); /* which the requests keep */
-    pc_outgoing_release(&outgoing);
-    if (!started)
-        return plain != 0 || PyErr_Occurred()
-                   ? NULL
-                   : pc_call_method(self->slow, name, args, count, keywords);
-    if (is_blocking)
-        return pc_messages_finish_both(self, received, sent, timeout_ns);
-    PyObject *both = pc_both_new(received, sent);
-    Py_DECREF((PyObject *)received);
-    Py_DECREF((PyObject *)sent);
-    return both;
+    pc_outgoing_release(&outgoing); /* which the requests keep, and what is received */
+    value = delivered(&incoming, values[OUT], value);
+    if (plain != 0 || PyErr_Occurred())
+        return value;
+    return pc_call_method(self->slow, name, args, count, keywords);
 }
 
 #define CALL(name, made_by, ...)                                                            \
@@ -339,6 +377,7 @@ static void messages_dealloc(pc_messages *self) {
 static PyMethodDef messages_methods[] = {
     METHOD(send, "x, dest, tag=0, *, timeout=None"),
     METHOD(ssend, "x, dest, tag=0, *, timeout=None"),
+    METHOD(bsend, "x, dest, tag=0, *, timeout=None"),
     METHOD(recv, "source=-1, tag=-1, out=None, status=None, *, timeout=None"),
     METHOD(isend, "x, dest, tag=0"),
     METHOD(issend, "x, dest, tag=0"),
@@ -363,10 +402,10 @@ static PyType_Slot messages_slots[] = {
      "`both` one of `Both`, `status` that of what recv fills in. `values` are functions: "
      "dump(object) -> its parts, or None if it is none; new_bytes(length) -> memory; here() -> the "
      "GPU on which a thread works, or None. `slow(name)` returns the "
-     "method to which all else goes: send, ssend, recv, isend, issend, irecv, sendrecv, isendrecv, "
-     "probe, iprobe; finish(request, seconds), which waits for one that takes long, and returns "
-     "its result; and finish_both(received, sent, seconds), which does that for two, or of a "
-     "message that has left, for the receive: then `sent` is (dest, tag)."},
+     "method to which all else goes: send, ssend, bsend, recv, isend, issend, irecv, sendrecv, "
+     "isendrecv, probe, iprobe; finish(request, seconds), which waits for one that takes long, and "
+     "returns its result; and finish_both(received, sent, seconds), which does that for two, or of "
+     "a message that has left, for the receive: then `sent` is (dest, tag)."},
     {0, NULL},
 };
 
