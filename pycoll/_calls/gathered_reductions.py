@@ -50,9 +50,12 @@ def is_gathered(group: Group, collective: str, op: Op, x: Value, algorithm: str 
 
 
 def are_short(agreed: Agreed, size: int, collective: str, nbytes: int) -> bool:
-    """Whether values are gathered; `nbytes`: of one rank's value, or of one block."""
+    """Whether values are gathered; `nbytes`: of one rank's value, or of one block.
+
+    In a scan a rank waits for those below it only.
+    """
     fit = size <= GATHERED_RANKS and nbytes * size <= GATHERED_NBYTES
-    return fit and collective not in agreed.rules
+    return fit and collective not in (*agreed.rules, "scan", "exscan")
 
 
 class GatheredReduction(ArrayPlan):
@@ -76,7 +79,8 @@ class GatheredReduction(ArrayPlan):
 
     def result(self, got: Any, late: LateCopies) -> Any:
         """Combine what was gathered; returns the target's array, None where there is no result."""
-        count = _count(self.group, self.collective)
+        group = self.group
+        count = {"scan": group.rank + 1, "exscan": group.rank}.get(self.collective, group.size)
         if self.target is None or self.rows is None or not count:
             return None
         assert self.op is not None
@@ -106,11 +110,6 @@ def _salt(collective: str, signature: str) -> int:
     return part_of("operator", f"{collective} {signature}")
 
 
-def _count(group: Group, collective: str) -> int:
-    """Return how many ranks' values this rank combines."""
-    return {"scan": group.rank + 1, "exscan": group.rank}.get(collective, group.size)
-
-
 def _fold(op: Op, x: Value, rows: Array, result: Array) -> None:
     """Combine values like `x`, which nobody else has, in their order."""
     rows.flags.writeable = False
@@ -134,14 +133,13 @@ def folding(group: Group, collective: str, op: Any) -> Folding | None:
     if collective in group.engine.agreed.rules:
         return None
     signature = sys.intern(resolved.signature)
-    fold = functools.partial(_folded, resolved, _count(group, collective))
-    return _salt(collective, signature), signature, fold
+    return _salt(collective, signature), signature, functools.partial(_folded, resolved)
 
 
 @edge
-def _folded(op: Op, count: int, rows: Any, result: Any) -> None:
-    """Write the combination of the first rows to `result`."""
+def _folded(op: Op, rows: Any, result: Any) -> None:
+    """Write the combination of rows to `result`."""
     x, into = conversion.wrap(rows), conversion.wrap(result)
     assert x is not None
     assert into is not None
-    _fold(op, x, x.array[:count], into.array)
+    _fold(op, x, x.array, into.array)

@@ -249,7 +249,7 @@ class CompiledPlans:
         binding = bound.binding
         if "pycoll._cuda.staging" in sys.modules and staged_run.is_staged(binding):
             return None
-        if name == "exscan" and group.rank == 0 and not gathers:
+        if name == "exscan" and group.rank == 0:
             bound = bound._replace(binding=binding._replace(target=[None] * len(binding.target)))
         into = plan.rows if gathers else chunk_places.elements(result)
         places = bound.places or chunk_places.places_of(bound, chunk_places.elements(x), into)

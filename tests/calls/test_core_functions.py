@@ -16,7 +16,7 @@ def without_python(*names):
         cleanup.callback(setattr, pycoll.Communicator, name, getattr(pycoll.Communicator, name))
         setattr(pycoll.Communicator, name, never)
 
-REDUCTIONS = "reduce", "all_reduce", "reduce_scatter", "scan", "exscan"
+REDUCTIONS = "reduce", "all_reduce", "reduce_scatter"
 """
 
 ORDERED = """
@@ -173,7 +173,7 @@ returned = {
     "returned a value of type NoneType": lambda a, b: None,
 }
 x = np.ones(4)
-for call in (comm.all_reduce, comm.scan, lambda x, op: comm.reduce(x, op, root=1)):
+for call in (comm.all_reduce, lambda x, op: comm.reduce(x, op, root=1)):
     for turn in range(2):
         kept = x.copy()
         if rank == 1:
@@ -187,7 +187,7 @@ for call in (comm.all_reduce, comm.scan, lambda x, op: comm.reduce(x, op, root=1
             except TypeError as exc:
                 assert why in str(exc)
             else:  # nothing is combined here
-                assert call == comm.scan and rank == 0 or call != comm.all_reduce and rank != 1
+                assert call != comm.all_reduce and rank != 1
         assert comm.all_reduce(1) == 3 and (x == kept).all()
         assert comm.all_reduce(x, lambda a, b: a + b).tolist() == [3] * 4
 ok()
@@ -237,6 +237,23 @@ ok()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_scan_waits_for_the_ranks_below_only(scripts: Scripts, transport: str) -> None:
+    text = """
+add = lambda a, b: a + b
+for scan in (comm.scan, comm.exscan):
+    if rank:
+        comm.recv(rank - 1)
+    got = scan(np.ones(2), add)
+    if rank + 1 < size:
+        comm.send(None, rank + 1)
+    count = rank + (scan == comm.scan)
+    assert got is None if not count else got.tolist() == [count] * 2
+ok()
+"""
+    scripts(3, text, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_function_may_communicate_when_all_is_gathered(scripts: Scripts, transport: str) -> None:
     text = """
 def add(a, b):
@@ -257,7 +274,7 @@ x, add, sub = np.ones(4), lambda a, b: a + b, lambda a, b: a - b
 calls = (
     lambda group: group.all_reduce(x, add if rank else sub),
     lambda group: group.all_reduce(x, add) if rank else group.all_gather(x),
-    lambda group: group.all_reduce(x, add) if rank else group.scan(x, add),
+    lambda group: group.all_reduce(x, add) if rank else group.reduce(x, add),
     lambda group: group.all_reduce(x[:rank + 1], add),
     lambda group: group.all_reduce(x.astype("i4" if rank else "f4"), add),
     lambda group: group.reduce(x, add, rank),

@@ -499,8 +499,9 @@ PC_COLD static PyObject *attempt_function(pc_collectives *self, int kind, PyObje
     struct pc_array x, out;
     int root = find_root(values[ROOT], self->size);
     size_t count = kind != PC_REDUCE_SCATTER ? (size_t)self->size : 1;
-    if (root < 0 || self->size > PC_GATHERED_RANKS || !is_none(values[ALGORITHM]) ||
-        !pc_memory_of(values[X], &x))
+    /* in a scan a rank waits for those below it only */
+    if (kind == PC_SCAN || kind == PC_EXSCAN || root < 0 || self->size > PC_GATHERED_RANKS ||
+        !is_none(values[ALGORITHM]) || !pc_memory_of(values[X], &x))
         return NULL;
     if (x.nbytes <= PC_GATHERED_NBYTES / count && pc_reduce_find(PC_SUM, x.dtype) != NULL &&
         (kind != PC_REDUCE_SCATTER || x.ndim > 0))
