@@ -582,13 +582,14 @@ static bool are_for_rows(const pc_collectives *self, int kind, PyObject *x, PyOb
 }
 
 /* Copy rows to the arrays of a list, which is returned (new reference); NULL with an exception. */
-static PyObject *filled_rows(PyObject *list, PyObject *rows) {
-    Py_ssize_t count = PySequence_Size(rows);
-    bool is_well = count >= 0;
+static PyObject *filled_rows(PyObject *list, PyObject *rows, int count) {
+    bool is_well = true;
     for (int index = 0; is_well && index < count; index++) {
-        PyObject *row = PySequence_GetItem(rows, index);
+        PyObject *number = PyLong_FromLong(index); /* a tensor is no sequence */
+        PyObject *row = number != NULL ? PyObject_GetItem(rows, number) : NULL;
         PyObject *item = row != NULL ? PySequence_GetItem(list, index) : NULL;
         is_well = item != NULL && PyObject_SetItem(item, Py_Ellipsis, row) == 0;
+        Py_XDECREF(number);
         Py_XDECREF(row);
         Py_XDECREF(item);
     }
@@ -653,7 +654,7 @@ PC_COLD static PyObject *attempt_with_stand_ins(pc_collectives *self, int kind, 
     }
     PyObject *wanted = result;
     if (found.are_rows && !is_none(result)) {
-        wanted = filled_rows(target, result);
+        wanted = filled_rows(target, result, self->size);
     } else if (result != NULL && result == found.target) {
         wanted = found.is_copy ? pc_filled(target, result) : Py_NewRef(target);
     } else if (result != NULL && result == found.x) {
