@@ -70,6 +70,9 @@ MACHINES = {
 }
 
 
+LARGER = {16, 17, 24, 32, 36, 48, 60, 64}
+"""Numbers of ranks: of every rank the time is computed, too, which takes long."""
+
 REPLAYED = {
     "one host": {3: 1, 8: 1, 12: 1, 14: 1},
     "hosts": {3: 1, 8: 4, 12: 4},
@@ -165,7 +168,7 @@ def test_a_few_ranks_take_the_times_of_all(collective: str, name: str, where: st
 @pytest.mark.parametrize(("collective", "name"), SYMMETRIC)
 def test_a_few_ranks_take_the_times_of_64(collective: str, name: str, where: str) -> None:
     machines = MACHINES[where]
-    for size in sizes_of(collective, name, 64):
+    for size in LARGER & set(sizes_of(collective, name, 64)):
         if Placement(machines.hosts(size), machines.network).period < size:
             assert assert_as_every_rank(collective, name, size, machines) < size
 
