@@ -29,6 +29,14 @@ int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag
         pc_memory_release(&outgoing->array);
         outgoing->array.held.obj = NULL;
     }
+    PyObject *plain = pc_pickle_plain(x);
+    if (plain == NULL && PyErr_Occurred())
+        return -1;
+    if (plain != NULL && pc_messages_may_start(self)) /* memory that was freed may run anything */
+        outgoing->views = pc_view_of(plain);
+    Py_XDECREF(plain);
+    if (plain != NULL)
+        return outgoing->views != NULL ? 1 : PyErr_Occurred() ? -1 : 0;
     outgoing->stand_in = !pc_is_numpy_scalar(x) ? pc_stand_in(x, out, true) : NULL;
     if (PyErr_Occurred())
         return -1;
@@ -39,14 +47,6 @@ int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag
         pc_outgoing_release(outgoing);
         return 0;
     }
-    PyObject *plain = pc_pickle_plain(x);
-    if (plain == NULL && PyErr_Occurred())
-        return -1;
-    if (plain != NULL && pc_messages_may_start(self)) /* memory that was freed may run anything */
-        outgoing->views = pc_view_of(plain);
-    Py_XDECREF(plain);
-    if (plain != NULL)
-        return outgoing->views != NULL ? 1 : PyErr_Occurred() ? -1 : 0;
     PyObject *parts = PyObject_CallFunctionObjArgs(self->dump, x, NULL);
     if (parts == NULL) { /* Python says why it cannot be sent */
         if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError))
