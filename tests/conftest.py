@@ -209,7 +209,14 @@ def share_rewriting(config: pytest.Config, number: int, count: int) -> None:
     All of them import all modules. Who imports one first rewrites its asserts, for all: that takes
     longer than all else, and where every process has the same order, each does it for itself.
     """
-    folders = sorted({path.parent for path in TESTS.rglob("test_*.py")})
+    ignored = [Path(path).absolute() for path in config.option.ignore or ()]
+    folders = sorted(
+        {
+            path.parent
+            for path in TESTS.rglob("test_*.py")
+            if not any(map(path.is_relative_to, ignored))  # pytest does not where it is named
+        }
+    )
     first = number * len(folders) // count
     config.args = [str(folder) for folder in folders[first:] + folders[:first]]
 

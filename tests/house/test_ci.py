@@ -222,3 +222,14 @@ def test_a_signal_that_ends_it_leaves_no_process_and_no_folder(tmp_path: Path) -
     assert (tmp_path / "made").read_text().startswith("pycoll-ci.")
     assert list((tmp_path / "temporary").iterdir()) == []
     assert not Path(f"/proc/{(tmp_path / 'left').read_text().strip()}").exists()
+
+
+def test_the_processes_of_a_whole_run_leave_out_folders_that_are_ignored() -> None:
+    folders = [path.name for path in (ROOT / "tests").iterdir() if path.is_dir()]
+    ignored = [f"--ignore=tests/{name}" for name in folders if name != "drawing"]
+    two = "what_known_algorithms_take or no_frame_of_pycoll"  # of drawing, of support
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "1", "-k", two, *ignored],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "= 1 passed in" in done.stdout
