@@ -50,12 +50,14 @@ def is_gathered(group: Group, collective: str, op: Op, x: Value, algorithm: str 
 
 
 def are_short(agreed: Agreed, size: int, collective: str, nbytes: int) -> bool:
-    """Whether values are gathered; `nbytes`: of one rank's value, or of one block.
-
-    In a scan a rank waits for those below it only.
-    """
+    """Whether values are gathered; `nbytes`: of one rank's value, or of one block."""
     fit = size <= GATHERED_RANKS and nbytes * size <= GATHERED_NBYTES
-    return fit and collective not in (*agreed.rules, "scan", "exscan")
+    return fit and _may_be(agreed, collective)
+
+
+def _may_be(agreed: Agreed, collective: str) -> bool:
+    """In a scan a rank waits for those below it only."""
+    return collective not in (*agreed.rules, "scan", "exscan")
 
 
 class GatheredReduction(ArrayPlan):
@@ -130,7 +132,7 @@ def folding(group: Group, collective: str, op: Any) -> Folding | None:
     fn = resolved.fn
     if not (callable(fn) and resolved.is_known) or fn is min or fn is max:
         return None
-    if collective in group.engine.agreed.rules:
+    if not _may_be(group.engine.agreed, collective):
         return None
     signature = sys.intern(resolved.signature)
     return _salt(collective, signature), signature, functools.partial(_folded, resolved)

@@ -134,6 +134,22 @@ def test_what_can_be_called_with_two_values_is_an_operator(ranks: Any) -> None:
     ranks(program)
 
 
+@sizes
+def test_scans_by_a_function_may_be_repeated(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        alone = comm.split(comm.rank)
+        x = np.arange(3.0) + comm.rank
+        below = [np.arange(3.0) + rank for rank in range(comm.rank)]
+        for _ in range(3):
+            assert comm.scan(x, operator.add).tolist() == sum(below, x).tolist()
+            got = comm.exscan(x, operator.add)
+            assert got is None if comm.rank == 0 else got.tolist() == sum(below).tolist()
+            assert alone.scan(x, operator.add).tolist() == x.tolist()
+            assert alone.exscan(x, operator.add) is None
+
+    ranks(program)
+
+
 def ways(comm: Comm) -> dict[str, Callable[..., Any]]:
     """Calls that reduce one value like x on every rank to its result on all, with an operator."""
 
