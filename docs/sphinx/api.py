@@ -64,10 +64,10 @@ SECOND = ("pycoll.mpi4py_like.Status",)
 
 PARTS = {
     "Collectives": "Collectives",
-    "UnevenCollectives": "Collectives of blocks of different lengths",
     "PointToPoint": "Sending and receiving",
     "NonBlocking": "Calls that go on while you compute",
     "Communicator": "Groups of ranks, and this communicator",
+    "Recovery": "Ending, and going on without ranks that have failed",
 }
 """The classes that a communicator is made of, as parts of its page."""
 

@@ -23,6 +23,12 @@ def test_every_public_name_is_in_the_reference(monkeypatch: pytest.MonkeyPatch) 
     assert module("api", monkeypatch).named() == set(pycoll.__all__)
 
 
+def test_every_method_of_a_communicator_is_on_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = module("api", monkeypatch).communicator()
+    names = [name for name in dir(pycoll.Communicator) if not name.startswith("_")]
+    assert [name for name in names if f":: pycoll.Communicator.{name}\n" not in page] == []
+
+
 def test_links_of_pages_lead_to_pages_of_the_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
