@@ -133,7 +133,7 @@ def of_numpy(dtype: np.dtype[Any]) -> DType:
 
 @functools.lru_cache(maxsize=256)
 def _other(dtype: np.dtype[Any]) -> DType:
-    if dtype.type.__module__ == "ml_dtypes":
+    if dtype.type.__module__ == "ml_dtypes" and dtype.isnative:
         known = _BY_NAME.get(dtype.name)
         if known is not None:
             return known

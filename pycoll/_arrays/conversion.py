@@ -126,9 +126,8 @@ def _look_at(cls: type[Any], kind: str) -> None:
             return None
         if writing:
             libraries.tell_written(value)
-        array = libraries.to_numpy(value.array, value.dtype)
-        libraries.tell_dtype(array.dtype, value.dtype)
-        return array
+        libraries.tell_dtype(value.dtype)
+        return libraries.to_numpy(value.array, value.dtype)
 
     def made(array: Array) -> Any:
         value = libraries.wrap_numpy(array)

@@ -40,14 +40,14 @@ def wrap_numpy(x: Array) -> Value | None:
         dtype = dtypes.of_numpy(x.dtype)
     except TypeError:
         return None
-    tell_dtype(x.dtype, dtype)
+    tell_dtype(dtype)
     return Value(plain.view(dtype.storage) if dtype.foreign else plain, dtype, "numpy", x)
 
 
-def tell_dtype(own: np.dtype[Any], dtype: DType) -> None:
+def tell_dtype(dtype: DType) -> None:
     """Tell the core of a dtype that is not NumPy's own."""
     if dtype.foreign and dtype.code and _core is not None:
-        _core.add_dtype(own, dtype.code)
+        _core.add_dtype(dtypes.to_numpy(dtype), dtype.code)
 
 
 def wrap_memoryview(x: memoryview) -> Value:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def misfit(fn: Callable[..., Any]) -> str | None:
 
     It is not called. Unknown are most functions in C, whose parameters Python does not see.
     """
-    if type(fn) is BuiltinFunctionType:
+    if type(fn) is BuiltinFunctionType and isinstance(fn.__self__, ModuleType | None):
         return _misfit_builtin(fn)
     if type(fn) is FunctionType:
         code, defaults = fn.__code__, fn.__defaults__ or ()
@@ -126,7 +126,8 @@ def combine(
         Exception: what `fn` raises, with a note that names it.
     """
     result = call(fn, name, _operand(left, dtype, kind), _operand(right, dtype, kind))
-    if type(result) is np.ndarray and result.dtype is out.dtype and result.shape == out.shape:
+    is_plain = type(result) is np.ndarray and not dtype.foreign
+    if is_plain and result.dtype is out.dtype and result.shape == out.shape:
         np.copyto(out, result)
         return
     value = _value_of(result, name, dtype)

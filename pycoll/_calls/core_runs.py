@@ -369,7 +369,7 @@ class Segment:
 def may_be_offered() -> bool:
     """Whether a peer may offer this rank memory of a GPU, which only a `CoreRun` can receive.
 
-    Peers offer to ranks that use a GPU themselves, and nothing that is reduced.
+    Peers offer to ranks that use a GPU themselves, and nothing that a schedule reduces.
     """
     return "pycoll._cuda.copies" in sys.modules and copies.is_in_use()
 

@@ -9,7 +9,7 @@ import numpy as np
 from pycoll import _dtypes as dtypes
 from pycoll import schedules
 from pycoll._arrays import operators
-from pycoll._calls import gathered_reductions, shared_memory_calls
+from pycoll._calls import folding, gathered_reductions, shared_memory_calls
 from pycoll._calls.rooted import INLINE_NBYTES
 from pycoll._selection import costs
 from pycoll._selection.agreed import SHARED_MEMORY
@@ -132,7 +132,7 @@ def explain(
         serves = shared_memory_calls.serves(resolved, element)
         of_call = selector.agreed, selector.size, collective, nbytes
         if blocking and not serves and gathered_reductions.are_short(*of_call):
-            request = Query(gathered_reductions.moves_for(collective), nbytes)
+            request = Query(folding.moves_for(collective), nbytes)
             gathered = f"so short values go by {request.collective}, and are combined then; there "
     able, refused = with_default_floats(selector.ranking, request)
     chosen = able[0]

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pycoll._arrays import conversion, operators, user_operators
+from pycoll._arrays import conversion, operators
 from pycoll._calls import collectives, shared_memory_calls
+from pycoll._calls.folding import fold, gather, moves_for, salt_of
 from pycoll._calls.group import SHARED_MEMORY, Bound, Group
 from pycoll._calls.scheduled import ArrayPlan
-from pycoll._calls.shared_memory import ShmComm, part_of
+from pycoll._calls.shared_memory import ShmComm
 from pycoll._support.public_edge import edge
 from pycoll._transports._core import GATHERED_NBYTES, GATHERED_RANKS
 
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 
 Folding = tuple[int, str, Callable[[Any, Any], None]]
 """Of a function: the salt of its calls in shared memory, its signature, and what combines rows."""
-
-
-def moves_for(collective: str) -> str:
-    """Return the collective that gathers the values of a reduction."""
-    return {"reduce": "gather", "reduce_scatter": "all_to_all"}.get(collective, "all_gather")
 
 
 def is_gathered(group: Group, collective: str, op: Op, x: Value, algorithm: str | None) -> bool:
@@ -77,7 +73,7 @@ class GatheredReduction(ArrayPlan):
         return collectives.bind(self.group, moves, self.choice, x, self.rows, None, self.root)
 
     def in_shared_memory(self, shm: ShmComm) -> None:
-        _gather(shm, self.collective, self.x, self.rows, self.op, self.root)
+        gather(shm, self.collective, self.x, self.rows, self.op, self.root)
 
     def result(self, got: Any, late: LateCopies) -> Any:
         """Combine what was gathered; returns the target's array, None where there is no result."""
@@ -86,41 +82,8 @@ class GatheredReduction(ArrayPlan):
         if self.target is None or self.rows is None or not count:
             return None
         assert self.op is not None
-        _fold(self.op, self.x, self.rows[:count], self.target.memory)
+        fold(self.op, self.x, self.rows[:count], self.target.memory)
         return self.target.result(late)
-
-
-def combine(
-    shm: ShmComm, collective: str, x: Value, result: Array | None, op: Op, root: int = 0
-) -> None:
-    """Reduce, or all_reduce, into `result` (None: not on this rank), as a part of a call."""
-    rows = np.empty((shm.size, *result.shape), x.dtype.storage) if result is not None else None
-    _gather(shm, collective, x, rows, op, root)
-    if rows is not None and result is not None:
-        _fold(op, x, rows, result)
-
-
-def _gather(
-    shm: ShmComm, collective: str, x: Value, rows: Array | None, op: Op | None, root: int
-) -> None:
-    assert op is not None
-    salt = _salt(collective, op.signature)
-    shared_memory_calls.move(shm, moves_for(collective), x, rows, root, salt=salt)
-
-
-def _salt(collective: str, signature: str) -> int:
-    return part_of("operator", f"{collective} {signature}")
-
-
-def _fold(op: Op, x: Value, rows: Array, result: Array) -> None:
-    """Combine values like `x`, which nobody else has, in their order."""
-    rows.flags.writeable = False
-    kind, total = user_operators.kind_of(x), rows[0, ...]
-    for row in range(1, len(rows)):
-        operators.combine(op, x.dtype, kind, total, rows[row, ...], result)
-        total = result
-    if total is not result:
-        np.copyto(result, total)
 
 
 def folding(group: Group, collective: str, op: Any) -> Folding | None:
@@ -135,7 +98,7 @@ def folding(group: Group, collective: str, op: Any) -> Folding | None:
     if not _may_be(group.engine.agreed, collective):
         return None
     signature = sys.intern(resolved.signature)
-    return _salt(collective, signature), signature, functools.partial(_folded, resolved)
+    return salt_of(collective, signature), signature, functools.partial(_folded, resolved)
 
 
 @edge
@@ -144,4 +107,4 @@ def _folded(op: Op, rows: Any, result: Any) -> None:
     x, into = conversion.wrap(rows), conversion.wrap(result)
     assert x is not None
     assert into is not None
-    _fold(op, x, x.array, into.array)
+    fold(op, x, x.array, into.array)

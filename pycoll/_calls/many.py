@@ -22,7 +22,7 @@ import numpy as np
 from pycoll._arrays import conversion, operators, user_operators
 from pycoll._arrays.operators import Op, reduction
 from pycoll._arrays.value import Value
-from pycoll._calls import gathered_reductions, packings, wide_averages
+from pycoll._calls import folding, packings, wide_averages
 from pycoll._calls.arguments import Target
 from pycoll._calls.call_plan import CallPlan, Route, route_of
 from pycoll._calls.collectives import bind, bind_pieces, piece_ends
@@ -451,7 +451,7 @@ def _through_core(shm: ShmComm, salt: int, buckets: Sequence[Bucket], op: Op) ->
         core.run(BARRIER, 0, 0, 0, (), salt, None, None, 0)
         for bucket in buckets:
             value = Value(bucket.source, bucket.dtype, bucket.kind)
-            gathered_reductions.combine(shm, "all_reduce", value, bucket.target, op)
+            folding.combine(shm, "all_reduce", value, bucket.target, op)
             bucket.unload(shm.engine)
         return
     code = OPS.index(op.name)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pycoll._arrays import operators
 from pycoll._calls import (
+    folding,
     gathered_reductions,
     object_collectives,
     shared_memory_calls,
@@ -84,7 +85,7 @@ class Preparing:
         if cut:
             nbytes //= self._group.size
         if self._is_gathered(collective, op, value, algorithm):
-            return self._choose(gathered_reductions.moves_for(collective), nbytes, algorithm)
+            return self._choose(folding.moves_for(collective), nbytes, algorithm)
         return self._choose(
             collective,
             nbytes,

@@ -13,7 +13,7 @@ import numpy as np
 
 from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
-from pycoll._calls import blocks, collectives, gathered_reductions
+from pycoll._calls import blocks, collectives, folding
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._calls.shared_memory_calls import serves, type_salt
 from pycoll._calls.uneven_out import BlockTargets
@@ -109,4 +109,4 @@ def reduce_scatterv(shm: ShmComm, salt: int, plan: ArrayPlan) -> None:
         part = np.frombuffer(view, x.dtype.storage).reshape(counts[root], *array.shape[1:])
         value = Value(part, x.dtype, x.kind)
         mine = result if root == shm.rank else None
-        gathered_reductions.combine(shm, "reduce", value, mine, op, root)
+        folding.combine(shm, "reduce", value, mine, op, root)

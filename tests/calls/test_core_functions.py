@@ -56,6 +56,7 @@ for dtype in ("f8", "i4", "i8", "f4"):
                 same(comm.scan(x, op), fold(rank + 1))
                 got = comm.exscan(x, op)
                 same(got, fold(rank)) if rank else checked(got is None)
+                comm.barrier()  # of a scan, which is Python's, nothing is under way any more
                 same(comm.reduce_scatter(rows, op), fold(size))
                 for root in range(size):
                     got = comm.reduce(x, op, root)
@@ -69,6 +70,7 @@ for dtype in ("f8", "i4", "i8", "f4"):
                 out = np.full_like(x, 7)
                 got = comm.exscan(x, op, out=out)
                 assert (got is out) == (rank > 0) and (rank > 0 or (out == 7).all())
+                comm.barrier()
                 mine = rows.copy()
                 got = comm.reduce_scatter(mine, op, out=mine[rank])
                 assert mine[rank].tolist() == fold(size).tolist()
@@ -322,3 +324,40 @@ assert comm.all_reduce(np.array(rank), max) == 1
 ok()
 """
     scripts(2, text)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_function_that_raises_leaves_its_values(scripts: Scripts, transport: str) -> None:
+    text = """
+calls = []
+def bad(a, b):
+    calls.append(1)
+    if len(calls) == 2:
+        raise ZeroDivisionError("of the user")
+    return a + b
+
+for _ in range(2):
+    calls.clear()
+    x, out = np.arange(4.0), np.zeros(4)
+    error_like(ZeroDivisionError, "of the user", comm.all_reduce, x, bad, out=x)
+    assert x.tolist() == [0, 1, 2, 3]
+    calls.clear()
+    error_like(ZeroDivisionError, "of the user", comm.all_reduce, x, bad, out=out)
+    assert not out.any()
+    assert comm.all_reduce(x, bad, out=x) is x and x.tolist() == [0, 3, 6, 9]
+ok()
+"""
+    scripts(3, text, transport)
+
+
+def test_what_is_stored_as_another_dtype_is_not_that_dtype(scripts: Scripts) -> None:
+    text = """
+import ml_dtypes
+x = np.ones(4, ml_dtypes.bfloat16)
+for _ in range(2):
+    error_like(TypeError, "returned uint16 for bfloat16", comm.all_reduce, x,
+               lambda a, b: np.ones(4, "u2"))
+    assert comm.all_reduce(x, lambda a, b: a + b).tolist() == [2] * 4
+ok()
+"""
+    scripts(2, text, "shm")

@@ -190,3 +190,20 @@ for theirs in others:
 ok()
 """
     scripts(3, BOTH + text, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_buffer_that_a_request_writes_to_is_held(scripts: Scripts, transport: str) -> None:
+    text = """
+import array
+for _ in range(3):
+    a = array.array("d", [1.0, 2.0])
+    request = comm.iall_reduce_many([a], out=[a])
+    error_of(a.extend, [0.0] * 10_000)
+    request.wait()
+    del request
+    assert a.tolist() == [2, 4]
+    a.extend([0.0] * 10_000)
+ok()
+"""
+    scripts(2, text, transport)

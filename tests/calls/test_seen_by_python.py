@@ -231,3 +231,42 @@ for _ in range(3):
 ok()
 """
     scripts(2, NEVER + ALL + MADE_UP + text, "shm")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_result_is_its_callers_alone(scripts: Scripts, transport: str) -> None:
+    text = """
+import weakref
+
+rows = np.ones((2, 2))
+for _ in range(5):
+    for x in (np.ones((4, 2))[:, 0], memmap(mine), np.ones((4, 4)).T):
+        for name in ("all_reduce", "scan", "all_gather", "iall_reduce"):
+            got = getattr(comm, name)(x)
+            if name[0] == "i":
+                got = got.wait()
+            held = weakref.ref(got)
+            del got
+            assert held() is None, (name, x)
+        out = np.empty_like(x)
+        before = sys.getrefcount(out)
+        assert comm.all_reduce(x, out=out) is out
+        assert sys.getrefcount(out) == before
+    held = weakref.ref(comm.reduce_scatter([np.ones(2), np.ones(2)]))
+    assert held() is None
+ok()
+"""
+    scripts(2, NEVER + text, transport)
+
+
+def test_bytes_in_another_order_are_no_numbers_here(scripts: Scripts) -> None:
+    text = """
+import ml_dtypes
+plain = np.ones(3, ml_dtypes.bfloat16)
+swapped = plain.astype(plain.dtype.newbyteorder())
+for _ in range(3):
+    assert comm.all_reduce(plain).tolist() == [2, 2, 2]
+    error_of(comm.all_reduce, swapped)
+ok()
+"""
+    scripts(2, NEVER + text, "shm")

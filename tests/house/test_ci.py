@@ -229,7 +229,7 @@ def test_the_processes_of_a_whole_run_leave_out_folders_that_are_ignored() -> No
     ignored = [f"--ignore=tests/{name}" for name in folders if name != "drawing"]
     two = "what_known_algorithms_take or no_frame_of_pycoll"  # of drawing, of support
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "1", "-k", two, *ignored],
+        [sys.executable, "-P", "-m", "pytest", "-n", "1", "-k", two, *ignored],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "= 1 passed in" in done.stdout

@@ -147,7 +147,9 @@ PyObject *pc_array_of_scalar(PyObject *x) {
     int index = scalar_index(x);
     struct pc_array view;
     Py_buffer value;
-    if (index < 0 || PyObject_GetBuffer(x, &value, PyBUF_SIMPLE) < 0) {
+    if (index < 0)
+        return NULL;
+    if (PyObject_GetBuffer(x, &value, PyBUF_SIMPLE) < 0) {
         PyErr_Clear();
         return NULL;
     }

@@ -807,6 +807,9 @@ PyObject *pc_add_viewed(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!UOOO", &PyType_Type, &type, &kind, &view, &target, &make))
         return NULL;
     const char *name = PyUnicode_AsUTF8AndSize(kind, NULL);
+    for (int index = 0; name != NULL && index < num_viewed; index++)
+        if (viewed[index].type == (PyTypeObject *)type)
+            Py_RETURN_TRUE;
     if (num_viewed == MAX_LIBRARIES || name == NULL)
         return name != NULL ? Py_NewRef(Py_False) : NULL;
     viewed[num_viewed] = (struct viewed){

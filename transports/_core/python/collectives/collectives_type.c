@@ -17,6 +17,7 @@ struct plan_key {
     PyObject *algorithm; /* as of `pc_running`; a kept key owns it */
     const struct pc_library *library;
     int format, kind, blocking, op, dtype, root, ndim; /* -1 dimensions: no array was passed */
+    int is_gathered; /* `algorithm` is the name of a function */
     intptr_t dims[PC_PLAN_DIMS];
     size_t num_listed;
     /* begins of a reduce_scatterv, as of `read_counts`; shapes of `struct pc_many`; or NULL. A kept
@@ -331,7 +332,10 @@ static PyObject *pack(pc_collectives *self, struct plan_key *key, PyObject **val
         key->dtype = many.dtype;
         key->listed = many.shapes;
         key->num_listed = many.num_listed;
-        plan = plan_of(self, key, values, Py_None);
+        PyObject *read[ARGUMENTS];
+        memcpy(read, values, sizeof read);
+        read[XS] = many.xs; /* another thread may change the list */
+        plan = plan_of(self, key, read, Py_None);
     }
     if (plan != NULL && plan != Py_None)
         *bucket = pc_bucket_new(&many, key->blocking != 0);
@@ -413,6 +417,7 @@ static struct pc_running *begin(pc_collectives *self, int kind, bool is_blocking
     key.blocking = is_blocking;
     key.algorithm = algorithm;
     if (kind != PC_BARRIER) {
+        key.is_gathered = pc_moves_for(kind, values) != kind;
         key.root = find_root(values[ROOT], self->size);
         key.op = pc_reduces(pc_moves_for(kind, values)) ? find_op(values[OP]) : 0;
         if (key.root >= 0 && pc_is_announced(kind) && self->rank != key.root)
@@ -627,6 +632,8 @@ static struct stand_ins stand_ins(const pc_collectives *self, int kind, bool is_
     /* where the result is `out`, and no list of its rows */
     if (is_blocking && out != NULL && kind <= PC_REDUCE_SCATTERV && (out != x || may_be_in_place))
         found.target = pc_target_stand_in(out, out != x ? x : NULL, &found.is_copy);
+    if (PyErr_Occurred())
+        return found;
     bool gathers = is_blocking && out != NULL && (kind == PC_GATHER || kind == PC_ALL_GATHER);
     bool is_listed = gathers && (PyList_CheckExact(out) || PyTuple_CheckExact(out));
     if (is_listed)
@@ -652,7 +659,7 @@ PC_COLD static PyObject *attempt_with_stand_ins(pc_collectives *self, int kind, 
             values[found.target_at] = found.target; /* NULL: rows of a new array */
         result = attempt(self, kind, is_blocking, values, goes_on);
     }
-    PyObject *wanted = result;
+    PyObject *wanted;
     if (found.are_rows && !is_none(result)) {
         wanted = filled_rows(target, result, self->size);
     } else if (result != NULL && result == found.target) {
@@ -661,9 +668,10 @@ PC_COLD static PyObject *attempt_with_stand_ins(pc_collectives *self, int kind, 
         wanted = Py_NewRef(x);
     } else if (found.x != NULL && is_none(values[OUT]) && !is_none(result)) {
         wanted = pc_result_of_stand_in(x, result);
+    } else {
+        wanted = Py_XNewRef(result);
     }
-    if (wanted != result)
-        Py_DECREF(result);
+    Py_XDECREF(result);
     Py_XDECREF(found.x);
     Py_XDECREF(found.target);
     return wanted;

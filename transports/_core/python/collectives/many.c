@@ -75,7 +75,9 @@ static PyObject *pack(const struct pc_many *many, Py_ssize_t index, const size_t
     }
     if (result != NULL) {
         *member = (struct pc_member){.to = to.data, .nbytes = x.nbytes};
-        member->keeper = pc_memory_keeper(&to, result, is_blocking || is_none(values[OUT]));
+        /* in place `to` says nothing of a buffer that must be held */
+        const struct pc_array *held = values[OUT] == values[X] ? &x : &to;
+        member->keeper = pc_memory_keeper(held, result, is_blocking || is_none(values[OUT]));
         pc_memory_release(&to);
         if (member->keeper == NULL)
             Py_CLEAR(result);
