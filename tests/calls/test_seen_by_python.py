@@ -156,6 +156,7 @@ for _ in range(2):
     same(out, total)
 comm.send(x, 1 - rank)
 same(comm.recv(1 - rank), theirs)
+comm.barrier()  # nothing of Python's is under way any more
 without_python("all_reduce", "reduce", "scan", "reduce_scatter", "all_gather", "gather",
                "all_to_all", "send")
 for _ in range(2):
