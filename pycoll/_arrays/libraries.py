@@ -145,7 +145,7 @@ _NOWHERE: Final = np.empty(1)
 known_to_core: Final[set[type]] = {memoryview, stdlib_array.array}
 """Types of arrays that the core looks at, or asks Python about."""
 
-_MOST_KNOWN: Final = 64
+_MOST_KNOWN: Final = 256
 
 
 def let_core_ask(cls: type, kind: str, seen: Any, to_write: Any, made: Any) -> None:

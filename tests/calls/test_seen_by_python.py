@@ -260,6 +260,19 @@ ok()
     scripts(2, NEVER + text, transport)
 
 
+def test_there_may_be_many_types(scripts: Scripts) -> None:
+    text = """
+kinds = [type(f"Array{number}", (np.ndarray,), {}) for number in range(60)]
+for kind in kinds:
+    comm.all_reduce(mine.view(kind))
+without_python("all_reduce")
+for kind in kinds:
+    same(comm.all_reduce(mine.view(kind)), total)
+ok()
+"""
+    scripts(2, NEVER + text, "shm")
+
+
 def test_bytes_in_another_order_are_no_numbers_here(scripts: Scripts) -> None:
     text = """
 import ml_dtypes

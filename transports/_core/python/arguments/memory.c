@@ -45,6 +45,7 @@ static struct pc_library numbers[] = {
 };
 const struct pc_library *const pc_python_int = &numbers[3];
 
+#define MAX_VIEWED 256
 /* Types at whose arrays Python looks: NumPy's own subclasses, and libraries without a table. */
 static struct viewed {
     PyTypeObject *type;
@@ -52,7 +53,7 @@ static struct viewed {
     PyObject *target; /* the same of one that is written to, over its memory */
     PyObject *make;   /* makes one of an array of NumPy's; NULL: that is what comes back */
     struct pc_library library; /* that has made x */
-} viewed[MAX_LIBRARIES];
+} viewed[MAX_VIEWED];
 static int num_viewed;
 
 static const struct viewed *viewed_of(PyObject *x) {
@@ -810,7 +811,7 @@ PyObject *pc_add_viewed(PyObject *Py_UNUSED(module), PyObject *args) {
     for (int index = 0; name != NULL && index < num_viewed; index++)
         if (viewed[index].type == (PyTypeObject *)type)
             Py_RETURN_TRUE;
-    if (num_viewed == MAX_LIBRARIES || name == NULL)
+    if (num_viewed == MAX_VIEWED || name == NULL)
         return name != NULL ? Py_NewRef(Py_False) : NULL;
     viewed[num_viewed] = (struct viewed){
         .type = (PyTypeObject *)Py_NewRef(type),
