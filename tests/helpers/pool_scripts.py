@@ -20,6 +20,17 @@ from script_jobs import PRELUDE
 
 NAME = "script.py"
 
+WITHOUT_PYTHON = """
+def never(*args, **kwargs):
+    raise AssertionError("it went through Python")
+
+def without_python(*names):
+    "From now on these methods must be the core's, which does not ask Python's of that name."
+    for name in names:
+        cleanup.callback(setattr, pycoll.Communicator, name, getattr(pycoll.Communicator, name))
+        setattr(pycoll.Communicator, name, never)
+"""
+
 
 class Scripts:
     """Runs scripts on ranks that stay up."""
@@ -53,7 +64,7 @@ def run(comm: Any, text: str) -> bool:
     sys.modules["__main__"] = script
     try:
         with nothing_unseen(), contextlib.ExitStack() as cleanup:
-            exec(compile("import numpy as np\n" + PRELUDE, NAME, "exec"), names)
+            exec(compile("import numpy as np\n" + PRELUDE + WITHOUT_PYTHON, NAME, "exec"), names)
             names |= {"comm": comm, "rank": comm.rank, "size": comm.size, "cleanup": cleanup}
             names["ok"] = lambda: names.update(is_ok=True)
             exec(compile(text, NAME, "exec"), names)
