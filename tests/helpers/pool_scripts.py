@@ -21,14 +21,19 @@ from script_jobs import PRELUDE
 NAME = "script.py"
 
 WITHOUT_PYTHON = """
-def never(*args, **kwargs):
-    raise AssertionError("it went through Python")
-
 def without_python(*names):
-    "From now on these methods must be the core's, which does not ask Python's of that name."
+    "From now on these methods must be the core's, unless another thread of Python's is at work."
+    def watched(name, method):
+        def call(self, *args, **kwargs):
+            busy = self._group.engine.transport.core.python_busy
+            assert busy, f"{name} went through Python"
+            return method(self, *args, **kwargs)
+        return call
+
     for name in names:
-        cleanup.callback(setattr, pycoll.Communicator, name, getattr(pycoll.Communicator, name))
-        setattr(pycoll.Communicator, name, never)
+        method = getattr(pycoll.Communicator, name)
+        cleanup.callback(setattr, pycoll.Communicator, name, method)
+        setattr(pycoll.Communicator, name, watched(name, method))
 """
 
 

@@ -135,6 +135,8 @@ bool pc_array_is_spread(PyObject *x, struct pc_extent *extent) {
 }
 
 static int scalar_index(PyObject *x) {
+    if (Py_TYPE(x) == ndarray)
+        return -1; /* most are */
     for (int index = 0; index < num_dtypes; index++)
         if (dtypes[index].scalar == Py_TYPE(x))
             return index;

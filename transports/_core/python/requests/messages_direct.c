@@ -115,76 +115,80 @@ static bool copy_payload(struct pc_link_shm *shm, int rank, const struct pc_shm_
 struct found {
     const struct pc_context *context;
     int source, rank; /* rank here, and in the world */
+    int64_t tag;      /* once it is taken */
     struct pc_shm_next next;
 };
 
-/* The first message of each of `count` ranks from `first` on; a short wait for one. False: there is
-   none, or something that must be told before. */
-static bool look(pc_messages *self, int first, int count, struct found *found) {
+/* Look for the first message of the rank at a place of the members. 1; 0: there is none yet; -1:
+   something must be told before. */
+static inline int look_at(const pc_messages *self, int place, bool is_any, struct found *found) {
     pc_engine_object *engine = self->engine;
-    int spins = engine->shm.channel.host->spins;
-    for (int looks = 0; looks <= spins && looks < MOST_LOOKS; looks += count) {
+    found->source = place;
+    found->rank = self->members[place];
+    const struct pc_link *link = engine->links[found->rank];
+    if (is_any && link == &engine->to_self)
+        return 0; /* what it has sent is in the queue of those that have come */
+    if (engine->engine.gone[found->rank] != 0 || link != &engine->shm.link)
+        return -1;
+    return pc_link_shm_next(&engine->shm, found->rank, &found->next);
+}
+
+/* The same of those from whom a receive may take one, with a short wait. */
+static PC_COLD int look(const pc_messages *self, int source, struct found *found) {
+    bool is_any = source == ANY;
+    int spins = self->engine->shm.channel.host->spins, count = is_any ? self->size : 1;
+    int first = is_any ? self->first : source;
+    for (int looks = 0; looks <= spins && looks < MOST_LOOKS; looks++) {
         for (int place = first; place < first + count; place++) {
-            found->source = place < self->size ? place : place - self->size;
-            found->rank = self->members[found->source];
-            const struct pc_link *link = engine->links[found->rank];
-            if (link == &engine->to_self && count > 1)
-                continue; /* what it has sent is in the queue of those that have come */
-            if (engine->engine.gone[found->rank] != 0 || link != &engine->shm.link)
-                return false;
-            int came = pc_link_shm_next(&engine->shm, found->rank, &found->next);
+            int here = place < self->size ? place : place - self->size;
+            int came = look_at(self, here, is_any, found);
             if (came != 0)
-                return came > 0;
+                return came;
         }
         pc_relax();
     }
-    return false;
+    return 0;
 }
 
 /* Take the engine's lock if the next message is for this receive; false: the lock is not held. */
 static bool find(pc_messages *self, const struct pc_incoming_call *incoming, struct found *found) {
     if (!enter(self, &found->context))
         return false;
-    bool is_any = incoming->source == ANY;
+    int came = -1;
     if (pc_match_first_posted(&found->context->matching) == NULL &&
-        pc_match_first_message(&found->context->matching) == NULL &&
-        look(self, is_any ? self->first : incoming->source, is_any ? self->size : 1, found) &&
-        is_for(self, &found->next, incoming))
+        pc_match_first_message(&found->context->matching) == NULL) {
+        came = incoming->source != ANY ? look_at(self, incoming->source, false, found) : 0;
+        if (came == 0)
+            came = look(self, incoming->source, found);
+    }
+    if (came > 0 && is_for(self, &found->next, incoming))
         return true;
     pc_lock_give(&self->engine->drive.lock);
     return false;
 }
 
-struct came {
-    int source; /* rank here */
-    int64_t tag;
-    size_t nbytes;
-};
-
 /* Copy what was found, and take it; gives the lock. False: its sender has paused. */
-static bool take(pc_messages *self, const struct found *found, void *into, struct came *came) {
+static bool take(pc_messages *self, struct found *found, void *into) {
     pc_engine_object *engine = self->engine;
-    int64_t tag = tag_of(found->next.header);
     size_t nbytes = found->next.nbytes;
     bool taken = copy_payload(&engine->shm, found->rank, &found->next, into,
                               engine->shm.channel.host->spins);
     if (taken) {
+        found->tag = tag_of(found->next.header);
         pc_link_shm_took(&engine->shm, found->rank, &found->next);
         pc_count_received(found->context, found->rank, nbytes);
-        pc_note_message(engine->engine.notes, self->ident, found->rank, tag, nbytes,
+        pc_note_message(engine->engine.notes, self->ident, found->rank, found->tag, nbytes,
                         PC_NOTED_RECEIVE | PC_NOTED_DONE);
         self->first = found->source + 1 < self->size ? found->source + 1 : 0;
     }
     pc_lock_give(&engine->drive.lock);
-    if (taken)
-        *came = (struct came){found->source, tag, nbytes};
     return taken;
 }
 
 /* Receive the found message into new memory for it; gives the engine's lock: memory of Python's may
    run anything. Without an exception NULL: it is another one by now, or none that is known here. */
 static PyObject *take_new(pc_messages *self, const struct pc_incoming_call *incoming,
-                          struct found *found, struct came *came) {
+                          struct found *found) {
     unsigned char header[LONGEST_HEADER_NBYTES];
     size_t header_nbytes = found->next.header_nbytes, nbytes = found->next.nbytes;
     bool is_known = header_nbytes <= sizeof header;
@@ -197,7 +201,7 @@ static PyObject *take_new(pc_messages *self, const struct pc_incoming_call *inco
         return array != NULL ? (Py_DECREF(array), NULL) : NULL;
     if (found->next.nbytes == nbytes && found->next.header_nbytes == header_nbytes &&
         memcmp(found->next.header, header, header_nbytes) == 0) {
-        if (take(self, found, into, came))
+        if (take(self, found, into))
             return array;
     } else {
         pc_lock_give(&self->engine->drive.lock);
@@ -208,24 +212,23 @@ static PyObject *take_new(pc_messages *self, const struct pc_incoming_call *inco
 
 PyObject *pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming) {
     struct found found;
-    struct came came;
     PyObject *value = NULL;
     if (!find(self, incoming, &found))
         return NULL;
     if (incoming->out != NULL) {
         if (!fits(&found.next, &incoming->array))
             pc_lock_give(&self->engine->drive.lock);
-        else if (take(self, &found, incoming->array.data, &came))
+        else if (take(self, &found, incoming->array.data))
             value = Py_NewRef(incoming->out);
     } else if (is_short_object(&found.next)) {
         char bytes[PC_DIRECT_OBJECT_NBYTES];
-        if (take(self, &found, bytes, &came))
-            value = pc_pickle_load_copy(bytes, came.nbytes);
+        if (take(self, &found, bytes))
+            value = pc_pickle_load_copy(bytes, found.next.nbytes);
     } else {
-        value = take_new(self, incoming, &found, &came);
+        value = take_new(self, incoming, &found);
     }
     if (value != NULL && incoming->status != NULL &&
-        pc_fill_status(incoming->status, came.source, came.tag, came.nbytes) < 0)
+        pc_fill_status(incoming->status, found.source, found.tag, found.next.nbytes) < 0)
         Py_CLEAR(value);
     return value;
 }

@@ -101,16 +101,12 @@ static PyObject *filled(PyObject *out, PyObject *stand_in, PyObject *status) {
     return is_well ? Py_NewRef(out) : NULL;
 }
 
-/* As of `pc_incoming_of`, for a receive that blocks also into an array of NumPy's that is not
-   contiguous, or at which Python looks; `x`: what is read meanwhile, or NULL. It must be released
-   in any case. */
-static bool incoming_of(pc_messages *self, PyObject **values, PyObject *tag, PyObject *x,
-                        bool is_blocking, struct pc_incoming_call *incoming) {
+/* What stands in for `out`: for an array of NumPy's that is not contiguous, or at which Python
+   looks. */
+static bool stands_in(pc_messages *self, PyObject **values, PyObject *tag, PyObject *x,
+                      struct pc_incoming_call *incoming) {
     PyObject *out = values[OUT], *status = values[STATUS];
-    if (pc_incoming_of(self, values[SOURCE], tag, out, status, incoming))
-        return true;
-    if (!is_blocking || is_none(out) || PyErr_Occurred() ||
-        !(pc_is_numpy_array(out) || pc_is_viewed(out)))
+    if (is_none(out) || PyErr_Occurred() || !(pc_is_numpy_array(out) || pc_is_viewed(out)))
         return false;
     incoming->stand_in = pc_target_stand_in(out, x, &incoming->is_copy);
     if (incoming->stand_in == NULL)
@@ -122,6 +118,14 @@ static bool incoming_of(pc_messages *self, PyObject **values, PyObject *tag, PyO
                           incoming);
 }
 
+/* As of `pc_incoming_of`, for a receive that blocks also into what needs a stand-in; `x`: what is
+   read meanwhile, or NULL. It must be released in any case. */
+static inline bool incoming_of(pc_messages *self, PyObject **values, PyObject *tag, PyObject *x,
+                               bool is_blocking, struct pc_incoming_call *incoming) {
+    return pc_incoming_of(self, values[SOURCE], tag, values[OUT], values[STATUS], incoming) ||
+           (is_blocking && stands_in(self, values, tag, x, incoming));
+}
+
 /* Release it; and if what was received stands in for `out`, return that for it. */
 static PyObject *delivered(struct pc_incoming_call *incoming, PyObject *out, PyObject *value) {
     if (value != NULL && value == incoming->stand_in) {
@@ -130,7 +134,9 @@ static PyObject *delivered(struct pc_incoming_call *incoming, PyObject *out, PyO
                                   : Py_NewRef(out);
     }
     pc_memory_release(&incoming->array);
-    Py_XDECREF(incoming->stand_in);
+    if (incoming->stand_in == NULL)
+        return value;
+    Py_DECREF(incoming->stand_in);
     Py_XDECREF(incoming->own_status);
     return value;
 }
