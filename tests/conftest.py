@@ -141,7 +141,6 @@ LONGEST = (
     "test_core_bindings",
     "test_tcp",
     "test_core_objects",
-    "test_two_level",
     "test_launcher_output",
     "test_collectives",
     "test_fork_threads",

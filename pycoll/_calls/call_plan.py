@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pycoll._calls.group import SHARED_MEMORY, Group, Numbered
 from pycoll._cuda.late_copies import LateCopies
-from pycoll._selection.select import BY_LEVELS_NBYTES
 from pycoll._transports.base import Operation
 
 if TYPE_CHECKING:
@@ -20,17 +19,12 @@ if TYPE_CHECKING:
     from pycoll._calls.group import Bound
     from pycoll._calls.message_steps import Outgoing
     from pycoll._calls.shared_memory import ShmComm
-    from pycoll._calls.two_level import TwoLevelCall
     from pycoll._runtime.engine import Engine
     from pycoll._runtime.task import CallSteps
     from pycoll._selection.select import Choice
 
 
 R = TypeVar("R", covariant=True)
-
-HIERARCHICAL = "hierarchical"
-"""The algorithm that may run in two levels."""
-
 
 ResultOf = Callable[[Any, LateCopies], Any]
 """Makes the caller's value of what a call has returned; the second gets copies under way."""
@@ -44,31 +38,13 @@ class Route(enum.Enum):
     """How a blocking call goes. A non-blocking one goes by messages."""
 
     SHARED_MEMORY = "all ranks exchange slots of shared memory, in C"
-    TWO_LEVEL = "in shared memory on each host, and by messages between the leaders of hosts"
     MESSAGES = "by messages, as its schedule says"
 
 
-def route_of(group: Group, choice: Choice, blocking: bool, two_level_nbytes: int | None) -> Route:
-    """Return how a call goes whose algorithm was chosen (`Group.choose`); the same on all ranks.
-
-    Args:
-        group: the communicator's ranks.
-        choice: the algorithm.
-        blocking: whether the caller waits in the call.
-        two_level_nbytes: bytes of the value; None: it may not go in two levels.
-    """
-    if choice.name == SHARED_MEMORY and group.shm is not None:
-        return Route.SHARED_MEMORY
-    if choice.name != HIERARCHICAL or not blocking or two_level_nbytes is None:
-        return Route.MESSAGES
-    return Route.TWO_LEVEL if _fits_two_levels(group, two_level_nbytes) else Route.MESSAGES
-
-
-def _fits_two_levels(group: Group, nbytes: int) -> bool:
-    """Whether values are short enough, and ranks of each of several hosts share memory."""
-    crowded = {host for host in group.hosts if group.hosts.count(host) > 1}
-    shares = crowded <= group.engine.agreed.sharing and len(set(group.hosts)) > 1
-    return shares and nbytes <= BY_LEVELS_NBYTES
+def route_of(group: Group, choice: Choice) -> Route:
+    """Return how a call goes whose algorithm was chosen (`Group.choose`); the same on all ranks."""
+    is_shared = choice.name == SHARED_MEMORY and group.shm is not None
+    return Route.SHARED_MEMORY if is_shared else Route.MESSAGES
 
 
 class CallPlan(Generic[R]):
@@ -108,7 +84,7 @@ class CallPlan(Generic[R]):
 
     @property
     def reads(self) -> Sequence[Value]:
-        """Values that must be in host memory before it runs in shared memory, or in two levels."""
+        """Values that must be in host memory before it runs in shared memory."""
         return self._reads
 
     def steps(self, signature: bytes) -> CallSteps:
@@ -129,10 +105,6 @@ class CallPlan(Generic[R]):
         """Run it in shared memory; returns `shared_memory.BY_MESSAGES` if that cannot be."""
         assert self._in_shared_memory is not None
         return self._in_shared_memory(shm)
-
-    def in_two_levels(self, levels: TwoLevelCall) -> None:
-        """Run it in two levels."""
-        raise NotImplementedError
 
     def bind(self) -> Bound | None:
         """Return its schedule and memory, if by messages it is one schedule; None: it is more."""

@@ -124,12 +124,12 @@ def explain(
     if collective in schedules.REDUCING:
         resolved = operators.resolve(op)
         element = _element(dtype, resolved)
+        serves = shared_memory_calls.serves(resolved, element)
         request = request._replace(
             rank_order=not resolved.commutative,
             whole=not resolved.elementwise,
-            shm=blocking and shared_memory_calls.may_combine(selector.shm, resolved, element),
+            shm=blocking and serves,
         )
-        serves = shared_memory_calls.serves(resolved, element)
         of_call = selector.agreed, selector.size, collective, nbytes
         if blocking and not serves and gathered_reductions.are_short(*of_call):
             request = Query(folding.moves_for(collective), nbytes)

@@ -199,7 +199,7 @@ def prepare_all_reduce_many(
         operators.check_operand(resolved, value, value.array.ndim)
     outs = _targets(out, values)
     shm = blocking and all(serves(resolved, value.dtype) for value in dtypes.values())
-    route = route_of(group, _choose(group, resolved, 0, algorithm, shm), blocking, None)
+    route = route_of(group, _choose(group, resolved, 0, algorithm, shm))
     in_shared_memory = route is Route.SHARED_MEMORY
     alone_nbytes = ALONE_IN_SHM_NBYTES if in_shared_memory else ALONE_NBYTES
     if callable(resolved.fn) and (in_shared_memory or resolved.elementwise):

@@ -31,7 +31,7 @@ class Moves(Preparing):
     def barrier(self, *, algorithm: str | None = None) -> CallPlan[None]:
         chosen = self._choose("barrier", 0, algorithm)
         text = f"{self._prefix}barrier(algorithm={chosen})"
-        return BarrierPlan(self._group, text, self._route(chosen, two_level_nbytes=0), chosen)
+        return BarrierPlan(self._group, text, self._route(chosen), chosen)
 
     def broadcast(
         self, x: T | None, root: int = 0, *, algorithm: str | None = None

@@ -23,7 +23,7 @@ from operator import and_, or_, xor
 from typing import TYPE_CHECKING, Any, Final
 
 from pycoll import schedules
-from pycoll._calls import collectives, shared_memory_rooted
+from pycoll._calls import collectives
 from pycoll._calls.call_plan import CallPlan, ResultOf, Route
 from pycoll._calls.group import Bound, Group, How
 from pycoll._calls.packings import INT64, Packing, packing_of
@@ -34,7 +34,6 @@ from pycoll._transports._core import KINDS, OPS, PARTS, int_error_text
 if TYPE_CHECKING:
     from pycoll._calls.arguments import Target
     from pycoll._calls.shared_memory import ShmComm
-    from pycoll._calls.two_level import TwoLevelCall
     from pycoll._cuda.late_copies import LateCopies
 
 MARKS: Final = {
@@ -156,20 +155,6 @@ class NumberPlan(CallPlan[Any]):
         op = OPS.index(self._op) if self._op is not None else 0
         what = KINDS.index(runs), self._packing.code, op, self._root, self._shape, self._salt
         shm.core.run(*what, self._source, target, len(self._source))
-
-    def in_two_levels(self, levels: TwoLevelCall) -> None:
-        """Combine them on the host, among the leaders, and spread the result, as of an array."""
-        target = self._target
-        assert target is not None
-        if levels.is_alone:
-            target[:] = self._source
-        levels.inside(self._exchange, "reduce", target if levels.leads else None)
-        levels.between(self._leaders, target)
-        levels.inside(shared_memory_rooted.spread, target)
-
-    def _leaders(self, leaders: Group, target: memoryview) -> Bound:
-        choice = leaders.choose("all_reduce", len(target), None, shm=False)
-        return self._bind(("all_reduce", choice), self._places(leaders, choice), target)
 
 
 def plain(

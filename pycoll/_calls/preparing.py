@@ -73,8 +73,8 @@ class Preparing:
                 f"time; use {' or '.join(schedules.names(collective))}"
             )
 
-    def _route(self, choice: Choice, two_level_nbytes: int | None = None) -> Route:
-        return route_of(self._group, choice, self._blocking, two_level_nbytes)
+    def _route(self, choice: Choice) -> Route:
+        return route_of(self._group, choice)
 
     def _choose_reduction(
         self, collective: str, value: Value, op: Op, algorithm: str | None
@@ -92,15 +92,12 @@ class Preparing:
             algorithm,
             rank_order=not op.commutative,
             whole=not op.elementwise,
-            shm=self._may_combine(op, value),
+            shm=shared_memory_calls.serves(op, value.dtype),
         )
 
     def _is_gathered(self, collective: str, op: Op, value: Value, algorithm: str | None) -> bool:
         call = self._group, collective, op, value, algorithm
         return self._blocking and gathered_reductions.is_gathered(*call)
-
-    def _may_combine(self, op: Op, value: Value) -> bool:
-        return shared_memory_calls.may_combine(self._group.shm is not None, op, value.dtype)
 
     def _in_pieces(self, op: Op, x: Value, target: Target | None) -> bool:
         """Whether the core's all_reduce copies to and from a GPU while it reduces."""

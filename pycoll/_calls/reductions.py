@@ -157,14 +157,13 @@ class Reductions(Preparing):
         is_all_reduce = collective == "all_reduce"
         nbytes = value.array.nbytes // (1 if collective != "reduce_scatter" else self._group.size)
         may_use_gpus = on_gpus.applies(self._group, collective, op, value, nbytes, forced, chosen)
-        levels = value.array.nbytes if is_all_reduce and self._may_combine(op, value) else None
         reduction = None
         if may_use_gpus:
             reduction = on_gpus.prepare(self._group, collective, op, value, target, root)
         return ArrayPlan(
             self._group,
             text,
-            self._route(chosen, levels),
+            self._route(chosen),
             collective,
             chosen,
             value,
@@ -200,11 +199,9 @@ class Reductions(Preparing):
         if packing is None or out is not None or op not in OPS or op in packing.refused:
             return None
         group, nbytes = self._group, packing.itemsize
-        any_order = group.shm is not None or type(x) is bool  # see `shared_memory_calls`
-        chosen = self._choose(collective, nbytes, algorithm, shm=any_order)
-        levels = nbytes if collective == "all_reduce" and any_order else None
+        chosen = self._choose(collective, nbytes, algorithm)
         text = self._described(collective, packing.text, op, chosen, root)
-        route = self._route(chosen, levels)
+        route = self._route(chosen)
         return number_plans.plain(group, text, route, collective, chosen, x, op, root)
 
     def _of_int(
@@ -220,7 +217,7 @@ class Reductions(Preparing):
             algorithm = None
         chosen = self._choose(runs, number_plans.INT_NBYTES, algorithm)
         text = self._described(collective, "int", op, chosen, root)
-        route = self._route(chosen, None if gathers else number_plans.INT_NBYTES)
+        route = self._route(chosen)
         if out is not None:
             out = arguments.Target(out, conversion.wrap_operand(0), ())
         return number_plans.of_int(

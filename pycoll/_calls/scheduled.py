@@ -10,7 +10,6 @@ from pycoll._calls import (
     on_gpus,
     shared_memory_calls,
     shared_memory_uneven,
-    two_level,
     wide_averages,
 )
 from pycoll._calls.call_plan import CallPlan, Route
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from pycoll._arrays.value import Value
     from pycoll._calls.arguments import Target
     from pycoll._calls.shared_memory import ShmComm
-    from pycoll._calls.two_level import TwoLevelCall
     from pycoll._dtypes import Array
     from pycoll._gpu.kernel_run import Reduction
     from pycoll._runtime.task import CallSteps
@@ -47,10 +45,6 @@ class BarrierPlan(CallPlan[None]):
 
     def in_shared_memory(self, shm: ShmComm) -> None:
         shm.barrier()
-
-    def in_two_levels(self, levels: TwoLevelCall) -> None:
-        """Wait for the host, the leaders, and the host."""
-        two_level.barrier(levels)
 
 
 class ArrayPlan(CallPlan[Any]):
@@ -144,12 +138,6 @@ class ArrayPlan(CallPlan[Any]):
         if self.counts is not None:
             return shared_memory_uneven.reduce_scatterv(shm, part_of("uneven", self.text), self)
         return shared_memory_calls.run(shm, self)
-
-    def in_two_levels(self, levels: TwoLevelCall) -> None:
-        """Combine it on the host, among the leaders, and spread it."""
-        assert self.target is not None
-        assert self.op is not None
-        two_level.all_reduce(levels, self.x, self.target.memory, self.op)
 
     def result(self, got: Any, late: LateCopies) -> Any:
         """Return the target's array; None where there is no result."""

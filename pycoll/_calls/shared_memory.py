@@ -283,7 +283,7 @@ class ShmComm:
             return
 
         def options() -> Options:
-            context = call.context  # of which this one may be a part: see `two_level`
+            context = call.context
             mine = context.members.index(self._engine.rank)
             late = {context.members[rank] for rank in needed(call, mine)}
             late.add(self._context.members[peer])

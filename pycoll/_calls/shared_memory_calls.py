@@ -33,15 +33,6 @@ def serves(op: Op, dtype: DType) -> bool:
     return op.name in OPS and not callable(op.fn) and dtype.code > 0
 
 
-def may_combine(shm: bool, op: Op, dtype: DType) -> bool:
-    """Whether shared memory may combine: that of all ranks (`shm`), or each host's in two levels.
-
-    The same algorithm between hosts also runs by messages, in another order. So in two levels only
-    what gives the same bits in every order: integers and bools.
-    """
-    return serves(op, dtype) and (shm or dtype.family in ("b", "i", "u"))
-
-
 def type_salt(dtype: DType) -> int:
     """Return what tells dtypes apart that have no code of their own; 0 for the others."""
     return zlib.crc32(dtypes.encode(dtype)) if dtype.code == 0 else 0

@@ -59,16 +59,6 @@ def broadcast(
     return rooted.broadcast_result(result, target, mine)
 
 
-def spread(shm: ShmComm, memory: memoryview) -> None:
-    """Have the bytes of rank 0's `memory` on every rank; all know their number."""
-    core = shm.core
-    if shm.rank == 0:
-        core.announce(BROADCAST, 0, 0, _OBJECT, b"", memory, None, len(memory))
-    else:
-        core.hear(BROADCAST, 0)
-        core.receive(BROADCAST, 0, memory)
-
-
 def scatter(
     shm: ShmComm, blocks: Any, root: int, gpu: int | None, out: Value | None, offers: bool
 ) -> Any:

@@ -424,8 +424,7 @@ class Communicator(
             op: the operator, where something is reduced.
             blocking: False: of the twin with an i in front.
             dtype: of the elements, where something is reduced, for example ``"int64"``. None:
-                floats, or integers if the operator takes nothing else. Between hosts the core
-                combines integers and bools more often.
+                floats, or integers if the operator takes nothing else.
 
         Raises:
             ValueError: there is no such collective or operator, or `nbytes` is below 0.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pycoll._calls import arguments, two_level
+from pycoll._calls import arguments
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import Group
@@ -16,9 +16,6 @@ from pycoll._runtime.task import Call, caller
 from pycoll._transports.base import Operation
 from pycoll.errors import Error
 
-if TYPE_CHECKING:
-    from pycoll._calls.two_level import TwoLevel
-
 
 class Running:
     """Runs the calls of one communicator; a part of `Communicator`."""
@@ -26,7 +23,6 @@ class Running:
     _group: Group
     _calls: Calls
     _nonblocking_calls: Calls
-    _levels: TwoLevel | None = None
 
     def _check_open(self) -> None:
         if self._group.engine.closed is not None:
@@ -49,10 +45,6 @@ class Running:
             call = Call(text, group.number, group.context)
             self._fetch(plan, call, left())
             got = group.shm.run(call, left(), plan.in_shared_memory)
-        elif plan.route is Route.TWO_LEVEL:
-            self._fetch(plan, Call(text, group.number, group.context), left())
-            got = None
-            self._two_level().run(group, plan, left())
         if got is BY_MESSAGES:
             collective = plan.is_collective
             call = Call(text, group.number if collective else -1, group.context)
@@ -62,11 +54,6 @@ class Running:
         if late:
             self._await(late, Call(text, -1, group.context), left(), plan.is_collective)
         return value
-
-    def _two_level(self) -> TwoLevel:
-        if self._levels is None:
-            self._levels = two_level.TwoLevel(self._group)
-        return self._levels
 
     def _fetch(self, plan: CallPlan[Any], call: Call, timeout: float) -> None:
         """Have what a call reads in host memory; the call has begun, whatever comes."""

@@ -111,8 +111,6 @@ class Communicators(Driver):
 
     def close_context(self, context: Context) -> None:
         """Forget a communicator, but for what ranks that leave later compare."""
-        for level in context.levels:
-            self.close_context(level)
         self.last_calls.close(context)
         self._closed_ids.setdefault(context.ident, context.num_calls)
         if len(self._closed_ids) > CLOSED_IDS:

@@ -63,7 +63,6 @@ class Context(Inbox):
         name: what messages call it.
         made_at: path and line where the program made it.
         users: knows when nobody can use this any more (`Communicators.close_when_dropped`).
-        levels: contexts of which its calls are composed, and which end with it.
         shm: those that do not go by messages; or None.
         unheard: it broke because of a call that this rank has left, which nobody here was told yet.
         pending: calls under way.
@@ -87,7 +86,6 @@ class Context(Inbox):
         self._left: dict[int, LastCall] = {}
         self._collecting: dict[Key, Collecting] = {}
         self.users: object = None
-        self.levels: tuple[Context, ...] = ()
         self.on_mismatch: Callable[[Context, MismatchError], None] = lambda context, error: None
         self.on_cuda_ipc: Callable[[Context, Arrival], None] = lambda _, arrival: arrival.release()
 
@@ -181,8 +179,6 @@ class Context(Inbox):
         if self.shm is not None:
             self.shm.refuse()
         self.core.messages_usable = self.core.collectives_usable = False
-        for level in self.levels:  # who waits there hears why
-            level.fail(error)
         for operation in list(self.pending):
             operation.abort(error)
         for match in list(self.matches.values()):

@@ -32,7 +32,7 @@ class Counters(NamedTuple):
 
 
 def of_context(context: Context) -> Counters:
-    """Return what a communicator has exchanged, with all of which its calls are composed."""
-    each = [np.frombuffer(part.core.counts(), np.int64) for part in (context, *context.levels)]
-    by_world = np.sum(each, axis=0).reshape(-1, len(Counters._fields))
+    """Return what a communicator has exchanged."""
+    counts = np.frombuffer(context.core.counts(), np.int64)
+    by_world = counts.reshape(-1, len(Counters._fields))
     return Counters(*np.ascontiguousarray(by_world[list(context.members)].T))

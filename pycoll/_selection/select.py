@@ -42,12 +42,6 @@ BLOCKS = frozenset({"gather", "all_gather", "scatter", "reduce_scatter", "all_to
 KNOWN_QUERIES = 4096
 """Choices that a communicator remembers; more than there are lengths of three significant bits."""
 
-BY_LEVELS = {"barrier": ("barrier", "barrier"), "all_reduce": ("reduce", "broadcast")}
-"""Collectives that go in two levels, with the core inside each host: what it does before, after."""
-
-BY_LEVELS_NBYTES = 64 << 10
-"""Larger values do not."""
-
 
 class Choice(NamedTuple):
     """How a collective runs; the same on all ranks of a call.
@@ -133,7 +127,6 @@ class Selector:
         # Every message takes the same kind of link, and all ranks share the same cores.
         is_spread = len(self._ranks) == self.size and len(machines) == 1
         self._is_even = len(self._ranks) == 1 or is_spread
-        self._leaders: Selector | None = None
         self._flows: dict[Algorithm, tuple[Flow, Flow]] = {}
         self._chosen: dict[Query, Choice] = {}
 
@@ -272,8 +265,6 @@ class Selector:
                 factor = table.factor(row, self.size, nbytes, self._is_crowded)
                 works = self._works(algorithm, cost, chunk, segments)
                 seconds = table.seconds(*works) * (factor if self._is_even else 1.0)
-                if self._goes_by_two_levels(algorithm, request):
-                    seconds = self._two_level_seconds(request)
             yield Candidate(Choice(algorithm.name, segments), seconds)
 
     def _numbers_of_segments(self, cost: Cost | None, chunk: float, whole: bool) -> Iterator[int]:
@@ -313,30 +304,6 @@ class Selector:
             combined_nbytes=flows.combined_chunks(algorithm, cost, min(self.size, cores)) * chunk,
         )
         return [(self._inside, inside), (self._between, across)]
-
-    def _goes_by_two_levels(self, algorithm: Algorithm, request: Query) -> bool:
-        """Whether the core does what is inside hosts (see `two_level`)."""
-        return (
-            algorithm.hosts
-            and len(self._ranks) > 1
-            and request.shm
-            and self._inside == costs.SHM
-            and request.collective in BY_LEVELS
-            and request.nbytes <= BY_LEVELS_NBYTES
-        )
-
-    def _two_level_seconds(self, request: Query) -> float:
-        """Return the time of a call in two levels: the slowest host before, leaders, and after."""
-        if self._leaders is None:
-            self._leaders = Selector(self.agreed, list(self._ranks), shm=False)
-        nbytes = request.nbytes
-        seconds = self._leaders.ranking(request._replace(shm=False))[0][0].seconds
-        for collective in BY_LEVELS[request.collective]:
-            seconds += max(
-                self._core_seconds(collective, nbytes, size, self._cores[host]) if size > 1 else 0.0
-                for host, size in self._ranks.items()
-            )
-        return seconds
 
 
 def _seconds(candidate: Candidate) -> float:

@@ -83,7 +83,7 @@ def test_the_command_says_the_same_without_ranks(
 
 
 @on(HOSTS)
-def test_between_hosts_integers_are_explained_as_they_run(ranks: Any) -> None:
+def test_between_hosts_values_of_every_dtype_go_alike(ranks: Any) -> None:
     def program(comm: Comm) -> dict[Any, str]:
         for name in ("float32", "int64", "bool"):
             x = np.ones(4096 // np.dtype(name).itemsize, name)
@@ -97,9 +97,8 @@ def test_between_hosts_integers_are_explained_as_they_run(ranks: Any) -> None:
         }
 
     said = ranks(program)[0]
-    assert said[None] == said["float32"] == said["bfloat16"] != said["int64"]
-    assert said["int64"] == said[np.bool_] == said[np.dtype("uint8")] == said["band"]
-    assert said["list"] == said["any"]
+    operator = said.pop("list"), said.pop("any")
+    assert len(set(said.values())) == 1 and len(set(operator)) == 1
 
 
 @on(SHM)

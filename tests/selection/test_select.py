@@ -203,21 +203,6 @@ def test_ranks_of_emulated_hosts_are_timed_as_if_they_were_on_one() -> None:
     assert spread_out == Selector(together, (0, 0), shm=False).ranking(Query("all_reduce", MiB))
 
 
-def test_small_values_go_in_two_levels_where_the_core_is_much_quicker() -> None:
-    links = TEXTBOOK.links | {costs.CORE: WIRE._replace(step=1e-7, path=1e-11)}
-    agreed = Agreed(
-        TEXTBOOK._replace(links=links), sharing=frozenset({0, 1}), cores={0: 8.0, 1: 8.0}
-    )
-    chooser = Selector(agreed, (0,) * 8 + (1,) * 8, shm=False)
-
-    def seconds(**flags: bool) -> float:
-        able, _ = chooser.ranking(Query("all_reduce", 8, **flags))
-        return next(c.seconds for c in able if c.choice.name == "hierarchical")
-
-    assert seconds() == pytest.approx(1e-4, rel=0.01)  # one message between leaders
-    assert seconds(shm=False) > 2e-4
-
-
 @pytest.mark.parametrize("hosts", [(0,), (0, 0), (0, 1), (0, 1, 1)], ids=str)
 def test_hierarchical_may_be_asked_for_wherever_the_ranks_are(hosts: tuple[int, ...]) -> None:
     chooser = Selector(Agreed(sharing=frozenset(hosts)), hosts, shm=False)
