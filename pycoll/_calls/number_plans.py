@@ -113,10 +113,7 @@ class NumberPlan(CallPlan[Any]):
         how: How = (self._runs, self._choice)
         if self._runs in schedules.ROOTED:
             how = (*how, self._root)
-        return self._bind(how, self._places(self.group, self._choice), self._source)
-
-    def _bind(self, how: How, places: list[ChunkPlace], source: memoryview) -> Bound:
-        target = self._target
+        places, source, target = self._places(), self._source, self._target
         binding = Binding(
             nbytes=[nbytes for nbytes, _, _ in places],
             source=[None if at < 0 else (source[at : at + n],) for n, at, _ in places],
@@ -127,15 +124,15 @@ class NumberPlan(CallPlan[Any]):
         )
         return Bound(how, binding, self._packing.itemsize, places)
 
-    def _places(self, group: Group, choice: Choice) -> list[ChunkPlace]:
+    def _places(self) -> list[ChunkPlace]:
         """Return where chunks are; see `collectives` for the same of arrays."""
-        nbytes, rank = len(self._source), self.group.rank
+        nbytes, rank, size = len(self._source), self.group.rank, self.group.size
         if self._op is None:
-            return [(nbytes, 0 if i == rank else -1, i * nbytes) for i in range(group.size)]
+            return [(nbytes, 0 if i == rank else -1, i * nbytes) for i in range(size)]
         if self._runs == "exscan":
             return [(nbytes, 0, -1), (nbytes, -1, 0 if rank else -1)]
         itemsize = self._packing.itemsize
-        count = schedules.find(self._runs, choice.name).chunks(group.size)
+        count = schedules.find(self._runs, self._choice.name).chunks(size)
         ends = collectives.piece_ends(nbytes // itemsize, itemsize, count)
         at_target = self._target is not None
         return [(end - begin, begin, begin if at_target else -1) for begin, end in pairwise(ends)]
@@ -149,12 +146,9 @@ class NumberPlan(CallPlan[Any]):
         return OPS.index(self._op), self._packing.code, count if has_finish else 0
 
     def in_shared_memory(self, shm: ShmComm) -> None:
-        self._exchange(shm, self._runs, self._target)
-
-    def _exchange(self, shm: ShmComm, runs: str, target: memoryview | None) -> None:
         op = OPS.index(self._op) if self._op is not None else 0
-        what = KINDS.index(runs), self._packing.code, op, self._root, self._shape, self._salt
-        shm.core.run(*what, self._source, target, len(self._source))
+        what = KINDS.index(self._runs), self._packing.code, op, self._root, self._shape, self._salt
+        shm.core.run(*what, self._source, self._target, len(self._source))
 
 
 def plain(

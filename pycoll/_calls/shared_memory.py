@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pycoll._arrays import conversion, operators
 from pycoll._calls import packings
@@ -36,7 +36,6 @@ else:
     dtypes = LazyModule("pycoll._dtypes")
     schedules = LazyModule("pycoll.schedules")
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 BY_MESSAGES = object()
@@ -104,22 +103,15 @@ class ShmComm:
         """Number of calls made by the communicator's user."""
         return self.core.number - self.core.internal
 
-    def run(
-        self,
-        call: Call,
-        timeout: float,
-        steps: Callable[Concatenate[ShmComm, P], R],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> R:
-        """Run a call to its end: `steps`, given this and the arguments, calls the core."""
+    def run(self, call: Call, timeout: float, steps: Callable[[ShmComm], R]) -> R:
+        """Run a call to its end: `steps`, given this, calls the core."""
         if self._call is not None or not self.core.claim(timeout):
             raise Error(
                 f"{call.text}: another thread is in a collective of this communicator; "
                 "collectives of one communicator come from one thread at a time"
             )
         try:
-            return self._run(call, partial(steps, self, *args, **kwargs))
+            return self._run(call, partial(steps, self))
         finally:
             self.core.release()
 
@@ -250,8 +242,7 @@ class ShmComm:
         call = self._call
         if context.has_left:
             call = call or self._described(described)
-            if call.context is context:  # else that is a part of the call
-                context.compare_all_left(call.number + 1, call.text)
+            context.compare_all_left(call.number + 1, call.text)
         self._engine.check(context)
         for world, error in context.gone.items():
             rank = context.members.index(world)
@@ -283,12 +274,12 @@ class ShmComm:
             return
 
         def options() -> Options:
-            context = call.context
+            context = self._context
             mine = context.members.index(self._engine.rank)
             late = {context.members[rank] for rank in needed(call, mine)}
-            late.add(self._context.members[peer])
+            late.add(context.members[peer])
             if self.core.attached:
-                members = enumerate(self._context.members)
+                members = enumerate(context.members)
                 late -= {world for rank, world in members if self.core.entered(rank) >= number}
             return [[(context.ident, call.number, sorted(late))]] if late else []
 

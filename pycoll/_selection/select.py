@@ -235,16 +235,12 @@ class Selector:
     # --- time ------------------------------------------------------------------------------
 
     def _timed_core(self, request: Query) -> Candidate:
+        collective, nbytes, table = request.collective, request.nbytes, self.agreed.costs
         [cores] = self._cores.values()
-        seconds = self._core_seconds(request.collective, request.nbytes, self.size, cores)
-        return Candidate(Choice(SHARED_MEMORY), seconds)
-
-    def _core_seconds(self, collective: str, nbytes: int, size: int, cores: float) -> float:
-        table = self.agreed.costs
         row = costs.CORE, collective, SHARED_MEMORY, costs.WHOLE
-        factor = table.factor(row, size, nbytes, size > cores)
-        work = flows.core_work(collective, nbytes, size, cores)
-        return table.seconds((costs.CORE, work)) * factor
+        factor = table.factor(row, self.size, nbytes, self.size > cores)
+        work = flows.core_work(collective, nbytes, self.size, cores)
+        return Candidate(Choice(SHARED_MEMORY), table.seconds((costs.CORE, work)) * factor)
 
     def _timed(self, algorithm: Algorithm, request: Query) -> Candidate:
         """Return an algorithm with the number of segments that takes least time."""

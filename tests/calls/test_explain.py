@@ -10,7 +10,7 @@ import pytest
 
 import pycoll
 from pycoll._tools.cli import main
-from pycoll.schedules import REDUCING, TABLE
+from pycoll.schedules import TABLE
 
 Comm = Any
 
@@ -41,9 +41,7 @@ def test_what_is_explained_is_what_runs_and_all_ranks_say_the_same(ranks: Any) -
         for collective in TABLE:
             for nbytes in (0, 8, 100_000, 64 * MiB):
                 why = comm.explain(collective, nbytes)
-                # As a call of floats does: between hosts the core takes no part in those.
-                shm = comm._group.shm is not None or collective not in REDUCING
-                choice = comm._group.choose(collective, why.nbytes, None, shm=shm)
+                choice = comm._group.choose(collective, why.nbytes, None)
                 assert (why.algorithm, why.segments) == choice
                 said.append(str(why))
         return said
@@ -98,7 +96,8 @@ def test_between_hosts_values_of_every_dtype_go_alike(ranks: Any) -> None:
 
     said = ranks(program)[0]
     operator = said.pop("list"), said.pop("any")
-    assert len(set(said.values())) == 1 and len(set(operator)) == 1
+    assert len(set(said.values())) == 1
+    assert len(set(operator)) == 1
 
 
 @on(SHM)

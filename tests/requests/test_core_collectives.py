@@ -144,6 +144,7 @@ def calls(on):
     assert on.all_reduce(x, out=out)[1] == 2
     assert on.all_reduce(x, timeout=60)[1] == 2
     assert on.all_gather(x[::2])[1].tolist() == [0, 2]
+    assert on.all_reduce(x, algorithm="shared_memory")[1] == 2
     assert on.broadcast(x.copy() if rank == 0 else np.zeros(4)).tolist() == x.tolist()
     before = on.exscan(x, out=out)
     assert (before is None) if rank == 0 else (before is out and out.tolist() == x.tolist())

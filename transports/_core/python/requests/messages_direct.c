@@ -126,7 +126,7 @@ static inline int look_at(const pc_messages *self, int place, bool is_any, struc
     found->source = place;
     found->rank = self->members[place];
     const struct pc_link *link = engine->links[found->rank];
-    if (is_any && link == &engine->to_self)
+    if (is_any && self->size > 1 && link == &engine->to_self)
         return 0; /* what it has sent is in the queue of those that have come */
     if (engine->engine.gone[found->rank] != 0 || link != &engine->shm.link)
         return -1;
@@ -138,7 +138,7 @@ static PC_COLD int look(const pc_messages *self, int source, struct found *found
     bool is_any = source == ANY;
     int spins = self->engine->shm.channel.host->spins, count = is_any ? self->size : 1;
     int first = is_any ? self->first : source;
-    for (int looks = 0; looks <= spins && looks < MOST_LOOKS; looks++) {
+    for (int looks = 0; looks <= spins && looks < MOST_LOOKS; looks += count) {
         for (int place = first; place < first + count; place++) {
             int here = place < self->size ? place : place - self->size;
             int came = look_at(self, here, is_any, found);

@@ -12,7 +12,7 @@ def test_a_child_enters_no_communicator_whatever_its_parent_has_made(scripts: Sc
 import warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
 x = np.ones(3, "i8")
-comm.all_reduce(x)  # makes both levels
+comm.all_reduce(x)
 host = comm.split_by_host()
 assert host.all_reduce(x)[0] == 2
 if rank == 0:
