@@ -55,7 +55,7 @@ def test_what_leaves_at_once_goes_through_no_python(ranks: Any) -> None:
         def never(*args: Any, **kwargs: Any) -> None:
             raise AssertionError("it went through Python")
 
-        comm.bsend("the first opens the link", 1 - comm.rank)
+        comm.bsend(np.arange(3), 1 - comm.rank)  # a rank's first array shows NumPy to the core
         comm.recv(1 - comm.rank)
         values = np.arange(5), {"a": [1, 2]}, np.arange(12).reshape(3, 4)[:, ::2], 7
         with pytest.MonkeyPatch.context() as patch:
