@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgpack
 
 from pycoll._launcher.notes import CALLS, MESSAGES, NAMES, NOTED, TEXT_NBYTES, WAITS
-from pycoll._support.wording import ranks_text
+from pycoll._support.wording import ranks_text, whole_text
 
 DTYPES = (
     *("", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -57,15 +57,18 @@ class KeptCall(NamedTuple):
     @property
     def text(self) -> str:
         """The call, without where it was made."""
-        from pycoll._transports._core import KINDS, OPS  # which has kept it
+        from pycoll._transports._core import KINDS, OPS, PARTS  # which has kept it
 
-        kind = _name(KINDS, self.signature & 15)
+        kind, root = _name(KINDS, self.signature & 15), self.signature >> 13 & 0xFFFF
+        part = self.signature >> 29 & 7
+        if part:  # whose bytes are not those of the program's call
+            return whole_text(_name(PARTS, part), kind, root)
         text = f"{kind}, {self.nbytes} bytes"
         if kind in _REDUCES:
             dtype, op = self.signature >> 8 & 31, self.signature >> 4 & 15
             text += f" of {_name(DTYPES, dtype)}, op={_name(OPS, op)}"
         if kind in _ROOTED:
-            text += f", root={self.signature >> 13 & 0xFFFF}"
+            text += f", root={root}"
         return text
 
     def __str__(self) -> str:

@@ -25,6 +25,7 @@ from pycoll._runtime.waits import EVERYBODY, Options, needed
 from pycoll._selection.agreed import SHARED_MEMORY
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.weak import weakly
+from pycoll._support.wording import whole_text
 from pycoll._transports._core import KINDS, METHODS, OPS, PARTS, UNEVEN
 from pycoll.errors import Error, MismatchError
 
@@ -386,31 +387,12 @@ def _call_text(signature: int, shape: tuple[int, ...]) -> str:
     collective, root = KINDS[kind], signature >> 13 & 0xFFFF
     part = signature >> 29 & 7
     if part:
-        return _whole_text(PARTS[part] if part < len(PARTS) else "", collective, root)
+        return whole_text(PARTS[part] if part < len(PARTS) else "", collective, root)
     dtype = next((dtype for dtype in dtypes.TABLE if dtype.code == code), None)
     words = [f"{dtype}{list(shape)}"] if dtype is not None else []
     if dtype is None and collective in ("gather", "all_gather", "all_to_all"):
         words = [f"another dtype{list(shape)}"]
     return _text(collective, words, OPS[op] if op < len(OPS) else "?", root)
-
-
-def _whole_text(whole: str, collective: str, root: int) -> str:
-    """Return what is known of a call of which a part has been seen in the core."""
-    if whole == "uneven":
-        if collective == "all_gather":
-            return "gatherv or all_gatherv"
-        if collective == "scatter":
-            return f"scatterv(root={root})"
-        return "all_to_allv" if collective == "all_to_all" else "reduce_scatterv"
-    if whole == "objects":
-        named = "gather or all_gather" if collective == "all_gather" else collective
-        return f"{named} of objects"
-    return {
-        "many": "all_reduce_many",
-        "group": "dup, split or another call that makes communicators",
-        "operator": "a reduction with an operator of the program's own",
-        "ints": "a reduction of Python ints",
-    }.get(whole, "another collective")
 
 
 def _text(collective: str, words: list[str], op: str, root: int) -> str:

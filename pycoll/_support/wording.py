@@ -53,3 +53,28 @@ def size_text(nbytes: int) -> str:
         if nbytes >= 1 << power and nbytes % (1 << power - 3) == 0:
             return f"{nbytes / (1 << power):g} {unit}"
     return f"{nbytes} B"
+
+
+def whole_text(whole: str, collective: str, root: int) -> str:
+    """Return what is known of a call of which a part is seen in the core.
+
+    Args:
+        whole: one of the core's PARTS.
+        collective: the part.
+        root: of that, if it has one.
+    """
+    if whole == "uneven":
+        if collective == "all_gather":
+            return "gatherv or all_gatherv"
+        if collective == "scatter":
+            return f"scatterv(root={root})"
+        return "all_to_allv" if collective == "all_to_all" else "reduce_scatterv"
+    if whole == "objects":
+        named = "gather or all_gather" if collective == "all_gather" else collective
+        return f"{named} of objects"
+    return {
+        "many": "all_reduce_many",
+        "group": "dup, split or another call that makes communicators",
+        "operator": "a reduction with an operator of the program's own",
+        "ints": "a reduction of Python ints",
+    }.get(whole, "another collective")

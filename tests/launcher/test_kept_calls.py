@@ -16,6 +16,7 @@ from tiers import smoke
 from pycoll._dtypes import TABLE
 from pycoll._launcher.kept_calls import DTYPES, KeptCall, RankCalls, first_difference
 from pycoll._tools import jobs
+from pycoll._transports._core import PARTS
 from pycoll.errors import Error
 
 DIES = """
@@ -133,3 +134,20 @@ def test_the_first_call_that_differs_is_found_in_what_is_kept_of_all(
     ranks: dict[int, RankCalls], found: tuple[int, dict[int, KeptCall | None]]
 ) -> None:
     assert first_difference(ranks) == found
+
+
+@pytest.mark.parametrize(
+    ("part", "signature", "text"),
+    [
+        ("", 3 | 1 << 4 | 13 << 8, "all_reduce, 24 bytes of float64, op=prod"),
+        ("", 2 | 4 << 8 | 5 << 13, "reduce, 24 bytes of int32, op=sum, root=5"),
+        ("operator", 5 | 4 << 8, "a reduction with an operator of the program's own"),
+        ("ints", 3 | 5 << 8, "a reduction of Python ints"),
+        ("objects", 5, "gather or all_gather of objects"),
+        ("uneven", 6 | 2 << 13, "scatterv(root=2)"),
+    ],
+)
+def test_a_call_that_core_and_python_make_in_parts_is_shown_as_the_programs(
+    part: str, signature: int, text: str
+) -> None:
+    assert KeptCall(signature | PARTS.index(part) << 29, 24).text == text
