@@ -20,7 +20,8 @@ class RankWait(NamedTuple):
 
     Attributes:
         context, number: its communicator, and which collective call on it; -1: point to point.
-        call, where: the call as text, and its file and line.
+        call, where: the call as text, and the file and line of the wait.
+        made: those of the call, if it was noted; "": they are those of the wait.
         since: of time.monotonic().
         name, members: what messages call the communicator, and its ranks.
         serial: counts the waits of this rank.
@@ -30,6 +31,7 @@ class RankWait(NamedTuple):
     number: int
     call: str
     where: str
+    made: str
     since: float
     name: str = "world"
     members: tuple[int, ...] = ()
@@ -47,8 +49,9 @@ class RankWait(NamedTuple):
 
     @property
     def call_and_place(self) -> str:
-        """The call, and where: "barrier() at train.py:3"."""
-        return f"{self.call} at {self.where}" if self.where else self.call
+        """The call, and where it was made: "barrier() at train.py:3"."""
+        place = self.made or self.where
+        return f"{self.call} at {place}" if place else self.call
 
     def is_same_call(self, other: RankWait) -> bool:
         """Whether both are in the same call, wherever they were made."""

@@ -376,7 +376,8 @@ _POSTS: dict[str, dict[str, Callable[[object, int], Any]]] = {
     },
     "waiting": {
         "context": _context, "number": _number, "call": _text(_SHORT_TEXT),
-        "where": _text(_SHORT_TEXT), "members": _ranks, "waited_s": _seconds,
+        "where": _text(_SHORT_TEXT), "made": _text(_SHORT_TEXT), "members": _ranks,
+        "waited_s": _seconds,
         "name": _text(_MAX_NAME), "serial": _number,
     },
     "running": {},
@@ -406,7 +407,14 @@ def parse_post(kind: str, fields: dict[str, Any], size: int) -> dict[str, Any]:
     if schema is None:
         raise MalformedError(f"there is no post {kind!r:.100}; there are {', '.join(_POSTS)}")
     if kind == "waiting":
-        fields = {"members": [], "waited_s": 0.0, "name": "world", "serial": 0, **fields}
+        fields = {
+            "members": [],
+            "waited_s": 0.0,
+            "made": "",
+            "name": "world",
+            "serial": 0,
+            **fields,
+        }
     if kind == "raised":
         fields = {"needed": -1, "why": "", **fields}
     if kind == "left":

@@ -211,6 +211,11 @@ class Context(Inbox):
         calls: dict[int, bytes] = self.core.calls()
         return calls
 
+    def place_of(self, text: str, number: int) -> str:
+        """Return where a latest call by messages was made; "": there is none with this text."""
+        call, _, place = self.recent_calls().get(number, b"").partition(b"\0")
+        return place.decode() if call == text.encode() else ""
+
     def newest_call(self) -> bytes:
         """Return the call by messages that has begun last; empty: there was none."""
         calls = self.recent_calls()

@@ -121,6 +121,7 @@ class Waits:
             "number": call.number,
             "call": call.text,
             "where": caller_or_thread(),
+            "made": call.context.place_of(call.text, call.number),
             "members": list(call.context.members),
             "name": call.context.name,
             "serial": serial,

@@ -179,6 +179,21 @@ ok()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_they_hear_where_calls_were_made_that_wait_for_one_another(
+    scripts: Scripts, transport: str
+) -> None:
+    text = """
+part = comm.dup(name="part")
+request = part.igatherv(np.ones(3), root=rank)  # line 3
+error = str(error_of(request.wait))
+for each in 0, 1:
+    assert f"rank {each}: igatherv(float64, root={each}) at script.py:3\\n" in error, error
+ok()
+"""
+    scripts(2, text, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_call_of_an_earlier_number_is_named(scripts: Scripts, transport: str) -> None:
     text = """
 world = comm.dup()
