@@ -84,7 +84,7 @@ class RankState:
         needed_by: its process ended with status 0 without finalizing, and this rank needed it.
         failed_at: when the first sign of its failure came.
         signalled: the launcher had sent it a signal that ends a process before it ended.
-        left_out: by a shrink() the others go on without it.
+        left_out: in a job that survives the others go on without it, after a shrink().
     """
 
     def __init__(self, rank: int) -> None:

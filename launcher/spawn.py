@@ -310,7 +310,7 @@ class Job(RankEnds):
                     rank.cut = f"its link to rank {peer.rank} was cut: {reason}"
                 elif rank.failed_at is None:
                     self._part(peer, rank, reason, now)
-            case "shrunk":
+            case "shrunk" if self._options.survive:  # else that a rank has failed counts
                 for number in notice.fields["left_out"]:
                     self._ranks[number].left_out = True
 

@@ -54,10 +54,11 @@ class PointToPoint(Running):
     def bsend(self, x: Any, dest: int, tag: int = 0, *, timeout: float | None = None) -> None:
         """Send a copy of `x` to rank `dest`; returns without waiting for it, however long it is.
 
-        The copy takes memory until it is received, also after this communicator was closed here;
-        when this rank ends before, a long one is lost. Nobody is told if it is never received:
-        where an error shall be heard of, use `isend`. The twin `ibsend` is done when `x` has been
-        copied: at once, but for an array on a GPU, which must not be changed before.
+        The copy takes memory until it is received, also after this communicator was closed here. A
+        rank that leaves waits for that, too, for at most 5 s; then one of more than 64 KiB is lost.
+        Nobody is told if it is never received: where an error shall be heard of, use `isend`. The
+        twin `ibsend` is done when `x` has been copied: at once, but for an array on a GPU, which
+        must not be changed before.
 
         Args:
             x: array or object.

@@ -29,6 +29,9 @@ CONFIRM_S = 5.0
 """Seconds past its deadline that a send which cannot be taken back any more waits for the receiver
 to confirm it. That takes a moment, unless the receiver was stopped or gave up half-way."""
 
+_GOODBYE_S = 1.0
+"""So long a rank that leaves has for the rest, though its sends have taken all of its time."""
+
 
 class SharedMemory(NamedTuple):
     """The memory that this rank shares with the others on its host.
@@ -339,9 +342,21 @@ class Engine(Communicators):
         """
         if self.closed is not None:
             return None
+        found: list[Error | None] = []
+        deadline = time.monotonic() + timeout_s
+        try:
+            with self.locked():
+                found += [self.look_back(context) for context in list(self.contexts.values())]
+                self._finish_sends(deadline)
+        finally:  # also when it is interrupted
+            rest_s = max(_GOODBYE_S, deadline - time.monotonic())
+            error = self._leave(reason, rest_s, found, keep_control)
+        return error
+
+    def _leave(
+        self, reason: str, timeout_s: float, found: list[Error | None], keep_control: bool
+    ) -> Error | None:
         with self.locked():
-            found = [self.look_back(context) for context in list(self.contexts.values())]
-            self._finish_turns(time.monotonic() + timeout_s)
             self.closed = reason
             links = self.transport.links()
             self.transport.close(timeout_s)
@@ -375,9 +390,10 @@ class Engine(Communicators):
         self._end_driving(timeout_s)
         return error
 
-    def _finish_turns(self, deadline: float) -> None:
-        """Let what is to be sent come from its GPU, and be handed over."""
-        for context in list(self.contexts.values()):
-            for turn in list(context.turns.values()):  # the last of each receiver
-                if not turn.done and time.monotonic() < deadline:
-                    self._drive(turn, deadline)
+    def _finish_sends(self, deadline: float) -> None:
+        """Have what was sent come from its GPU, and be handed over; and copies be received."""
+        turns = [turn for each in self.contexts.values() for turn in each.turns.values()]
+        copies = [task for task in self._requests if task not in task.call.context.pending]
+        for operation in (*turns, *copies):  # of turns the last of each receiver
+            if not operation.done and time.monotonic() < deadline:
+                self._drive(operation, deadline)

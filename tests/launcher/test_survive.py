@@ -196,6 +196,22 @@ ok()
     assert re.fullmatch(r"pycoll-run: rank 3 failed after .*: killed by signal 9 \(SIGKILL\)", head)
 
 
+def test_without_survive_a_rank_that_was_left_out_counts(job: Any) -> None:
+    done = job(
+        3,
+        """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+error_like(pycoll.PeerFailed, "rank 1", comm.barrier)
+assert comm.shrink().all_reduce(1) == 2
+ok()
+""",
+    )
+    assert sorted(done.content) == [0, 2], done.stderr
+    assert done.status == 128 + 9, done.stderr
+    assert "rank 1 failed after" in done.stderr and "SIGKILL" in done.stderr
+
+
 def test_a_rank_that_fails_after_the_last_shrink_gives_the_status(job: Any) -> None:
     done = job(
         4,

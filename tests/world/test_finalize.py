@@ -53,6 +53,32 @@ ok()
     all_well(done, size)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_long_copies_are_delivered_though_their_sender_ends_first(job: Any, transport: str) -> None:
+    done = job(
+        2,
+        """
+x = np.arange(1 << 20)
+part = comm.dup()
+if rank == 0:
+    comm.bsend(x, 1, tag=1)
+    comm.ibsend({"long": x}, 1, tag=2).wait()
+    part.bsend(x[::-1], 1)
+    part.close()
+    pycoll.finalize()
+else:
+    comm.probe(0, 1)  # it is here, but for its content
+    np.testing.assert_array_equal(part.recv(0), x[::-1])
+    np.testing.assert_array_equal(comm.recv(0, 2)["long"], x)
+    np.testing.assert_array_equal(comm.recv(0, 1), x)
+ok()
+""",
+        "--transport",
+        transport,
+    )
+    all_well(done, 2)
+
+
 def test_the_end_of_a_with_block_is_finalize_whether_it_raises_or_not(job: Any) -> None:
     done = job(
         2,
