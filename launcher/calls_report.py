@@ -23,11 +23,11 @@ def difference(calls: JobCalls) -> str:
     for (ident, _), ranks in calls.kept.items():
         number, made = first_difference(ranks)
         if number:
-            found.append((ident in calls.names, len(ranks), number, _name(calls, ident), made))
+            found.append((ident in calls.names, len(ranks), _name(calls, ident), made))
     if not found:
         return ""
-    *_, number, name, made = max(found, key=lambda each: each[:2])
-    head = f"the first call in which ranks differ is call {number} on {name}:"
+    *_, name, made = max(found, key=lambda each: each[:2])
+    head = f"the first call in which ranks differ, on {name}:"
     return "\n    ".join([head, *_groups(made)])
 
 
@@ -103,4 +103,5 @@ def _groups(made: Made) -> Iterator[str]:
         places = " and ".join(sorted({calls[rank].place for rank in ranks} - {""}))
         yield f"{ranks_text(ranks)}: {text}{f' at {places}' if places else ''}"
     if len(calls) < len(made):
-        yield f"{ranks_text(made.keys() - calls)}: has not made it"
+        missing = made.keys() - calls
+        yield f"{ranks_text(missing)}: {'has' if len(missing) == 1 else 'have'} not made it"

@@ -33,6 +33,12 @@ DTYPES = (
 _REDUCES = frozenset({"reduce", "all_reduce", "reduce_scatter", "scan", "exscan"})
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _CALL = struct.Struct("@QQ")
+_METHOD_AT = 56  # in the second, as in transports/_core/host/region.h
+_OF_PARTS = {
+    "ints": " of Python ints",
+    "objects": " of Python objects",
+    "operator": " with an operator of the program's own",
+}
 
 _ANY = -1
 _STATES = {0: ", not finished", 16: "", 32: ", given up", 48: ", handed on"}
@@ -44,26 +50,28 @@ class KeptCall(NamedTuple):
 
     Attributes:
         signature: differs if collective, operator, dtype, root or shape do.
-        nbytes: of one rank's value, or of one block.
+        kept: bytes of one rank's value, or of one block; above them the number of the method.
         place: where it was made; "": it did not wait, or where is not known.
         when: how long it has waited, as text; "": not long.
     """
 
     signature: int
-    nbytes: int
+    kept: int
     place: str = ""
     when: str = ""
 
     @property
     def text(self) -> str:
         """The call, without where it was made."""
-        from pycoll._transports._core import KINDS, OPS, PARTS  # which has kept it
+        from pycoll._transports._core import KINDS, METHODS, OPS, PARTS  # which has kept it
 
         kind, root = _name(KINDS, self.signature & 15), self.signature >> 13 & 0xFFFF
-        part = self.signature >> 29 & 7
+        part, method = self.signature >> 29 & 7, self.kept >> _METHOD_AT
         if part:  # whose bytes are not those of the program's call
-            return whole_text(_name(PARTS, part), kind, root)
-        text = f"{kind}, {self.nbytes} bytes"
+            whole = _name(PARTS, part)
+            known = f"{_name(METHODS, method)}{_OF_PARTS.get(whole, '')}" if method else ""
+            return known or whole_text(whole, kind, root)
+        text = f"{kind}, {self.kept % (1 << _METHOD_AT)} bytes"
         if kind in _REDUCES:
             dtype, op = self.signature >> 8 & 31, self.signature >> 4 & 15
             text += f" of {_name(DTYPES, dtype)}, op={_name(OPS, op)}"
@@ -279,9 +287,9 @@ Waits = dict[tuple[int, int], tuple[str, str]]
 
 
 def _kept(ident: int, number: int, last: bytes, waits: Waits) -> Iterator[KeptCall]:
-    for index, (signature, nbytes) in enumerate(_CALL.iter_unpack(last)):
+    for index, (signature, kept) in enumerate(_CALL.iter_unpack(last)):
         wait = waits.get((ident, number - len(last) // _CALL.size + 1 + index), ("", ""))
-        yield KeptCall(signature, nbytes, *wait)
+        yield KeptCall(signature, kept, *wait)
 
 
 def _messages(notes: bytes) -> Iterator[NotedMessage]:

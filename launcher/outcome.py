@@ -239,10 +239,13 @@ def judge(
     head = f"rank {cause.rank} failed after {at - started:.1f} s: {cause.describe()}"
     shown = cause if cause.needed_by is None else ranks[cause.needed_by]
     detail = shown.raised.text if shown.raised else stderr_of(shown.rank)
+    whose = (
+        f"rank {shown.rank}, which needed it, wrote last:" if shown is not cause and detail else ""
+    )
     died_of = [s for s in passed_on if cause.status in (-s, 128 + s) and not cause.signalled]
     hint = _NO_HANDLER.format(signal_name(died_of[0])) if died_of else ""
     then = f"then {decision.text}" if decision is not None and decision.table else ""
-    report = _join(head, last_lines(detail), hint, then, _others(ranks, cause))
+    report = _join(head, whose, last_lines(detail), hint, then, _others(ranks, cause))
     return Outcome(
         cause.job_status,
         cause.rank,

@@ -93,6 +93,8 @@ raise pycoll.PeerFailed(0, "", text)
     head = cause if "_exit" in ending else "rank 0 failed: raised PeerFailed, exit status 1"
     assert re.sub(" after [0-9.]* s", "", report[0]) == f"pycoll-run: {head}"
     assert report[-2].strip() == f"pycoll.errors.PeerFailed: {first}"
+    whose = "pycoll-run: rank 0, which needed it, wrote last:"
+    assert (report[1] == whose) == ("_exit" in ending)
 
 
 @smoke

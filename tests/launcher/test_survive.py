@@ -209,7 +209,8 @@ ok()
     )
     assert sorted(done.content) == [0, 2], done.stderr
     assert done.status == 128 + 9, done.stderr
-    assert "rank 1 failed after" in done.stderr and "SIGKILL" in done.stderr
+    assert "rank 1 failed after" in done.stderr
+    assert "SIGKILL" in done.stderr
 
 
 def test_a_rank_that_fails_after_the_last_shrink_gives_the_status(job: Any) -> None:

@@ -45,8 +45,10 @@ _Static_assert(offsetof(struct pc_slot, place) % PC_LINE == 0, "places are whole
    overwritten before all have compared it, for nobody can be so far ahead. The others are for the
    launcher, which reads them when a rank has failed (kept.c). */
 #define PC_KEPT_CALLS 1024
+#define PC_KEPT_METHOD_AT 56
 struct pc_kept {
-    uint64_t signature, nbytes;
+    uint64_t signature;
+    uint64_t nbytes; /* above PC_KEPT_METHOD_AT the method that was called; 0: not known */
 };
 #define PC_KEPT_MARK 0x9C011EC7CA115EEDu
 

@@ -164,7 +164,7 @@ void pc_enter_end(pc_collective *call, struct pc_slot *slot) {
     comm->tally->nbytes += call->nbytes;
     comm->number = call->number;
     struct pc_kept *kept = pc_kept_of(comm, comm->rank, call->number);
-    kept->nbytes = call->nbytes;
+    kept->nbytes = call->nbytes | (uint64_t)call->method << PC_KEPT_METHOD_AT;
     slot->signature = kept->signature = call->signature;
     slot->shape[0] = call->ndim;
     for (int axis = 0; axis < call->ndim && axis < 7; axis++)
