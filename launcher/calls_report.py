@@ -97,9 +97,10 @@ def _name(calls: JobCalls, ident: int) -> str:
 def _groups(made: Made) -> Iterator[str]:
     """Ranks that have called the same, a line each; those that have not made it come last."""
     calls = {rank: call for rank, call in made.items() if call is not None}
-    order = sorted(calls, key=lambda rank: (calls[rank].text, rank))
-    for text, group in groupby(order, key=lambda rank: calls[rank].text):
+    order = sorted(calls, key=lambda rank: (calls[rank].signature, rank))
+    for _, group in groupby(order, key=lambda rank: calls[rank].signature):
         ranks = list(group)
+        text = max((calls[rank].text for rank in ranks), key=len)  # of one who has said most
         places = " and ".join(sorted({calls[rank].place for rank in ranks} - {""}))
         yield f"{ranks_text(ranks)}: {text}{f' at {places}' if places else ''}"
     if len(calls) < len(made):

@@ -67,14 +67,16 @@ class KeptCall(NamedTuple):
 
         kind, root = _name(KINDS, self.signature & 15), self.signature >> 13 & 0xFFFF
         part, method = self.signature >> 29 & 7, self.kept >> _METHOD_AT
+        op = _name(OPS, self.signature >> 4 & 15)
         if part:  # whose bytes are not those of the program's call
             whole = _name(PARTS, part)
-            known = f"{_name(METHODS, method)}{_OF_PARTS.get(whole, '')}" if method else ""
-            return known or whole_text(whole, kind, root)
+            text = whole_text(whole, kind, root)
+            if method:
+                text = f"{_name(METHODS, method)}{_OF_PARTS.get(whole, '')}"
+            return f"{text}, op={op}" if kind in _REDUCES and whole != "operator" else text
         text = f"{kind}, {self.kept % (1 << _METHOD_AT)} bytes"
         if kind in _REDUCES:
-            dtype, op = self.signature >> 8 & 31, self.signature >> 4 & 15
-            text += f" of {_name(DTYPES, dtype)}, op={_name(OPS, op)}"
+            text += f" of {_name(DTYPES, self.signature >> 8 & 31)}, op={op}"
         if kind in _ROOTED:
             text += f", root={root}"
         return text

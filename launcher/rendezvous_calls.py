@@ -21,7 +21,7 @@ class RankWait(NamedTuple):
     Attributes:
         context, number: its communicator, and which collective call on it; -1: point to point.
         call, where: the call as text, and the file and line of the wait.
-        made: those of the call, if it was noted; "": they are those of the wait.
+        made: file and line where the call was made, if that was noted; else "".
         since: of time.monotonic().
         name, members: what messages call the communicator, and its ranks.
         serial: counts the waits of this rank.

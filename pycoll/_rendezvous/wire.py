@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 """Compared when a rank joins. Any change of a kind or a field is a new version."""
 
 MAX_FRAME_NBYTES = 16 << 20

@@ -213,6 +213,8 @@ class Context(Inbox):
 
     def place_of(self, text: str, number: int) -> str:
         """Return where a latest call by messages was made; "": there is none with this text."""
+        if number < 0:
+            return ""
         call, _, place = self.recent_calls().get(number, b"").partition(b"\0")
         return place.decode() if call == text.encode() else ""
 

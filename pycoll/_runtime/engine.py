@@ -29,7 +29,7 @@ CONFIRM_S = 5.0
 """Seconds past its deadline that a send which cannot be taken back any more waits for the receiver
 to confirm it. That takes a moment, unless the receiver was stopped or gave up half-way."""
 
-_GOODBYE_S = 1.0
+_GOODBYE_S = 2.0
 """So long a rank that leaves has for the rest, though its sends have taken all of its time."""
 
 
@@ -337,8 +337,9 @@ class Engine(Communicators):
     def close(self, reason: str, timeout_s: float, keep_control: bool = False) -> Error | None:
         """Deliver what was accepted for sending, tell the others, and end. Idempotent.
 
-        With `keep_control` the connection to the launcher stays open, for last words; also if this
-        returns an error: how calls of other ranks differ from this one's.
+        With `keep_control` the connection to the launcher stays open, for last words: an exception
+        ends this rank, and nobody receives its copies before the others hear of that. It stays open
+        also if this returns an error: how calls of other ranks differ from this one's.
         """
         if self.closed is not None:
             return None
@@ -346,8 +347,8 @@ class Engine(Communicators):
         deadline = time.monotonic() + timeout_s
         try:
             with self.locked():
+                self._finish_sends(deadline, with_copies=not keep_control)
                 found += [self.look_back(context) for context in list(self.contexts.values())]
-                self._finish_sends(deadline)
         finally:  # also when it is interrupted
             rest_s = max(_GOODBYE_S, deadline - time.monotonic())
             error = self._leave(reason, rest_s, found, keep_control)
@@ -390,10 +391,20 @@ class Engine(Communicators):
         self._end_driving(timeout_s)
         return error
 
-    def _finish_sends(self, deadline: float) -> None:
+    def _finish_sends(self, deadline: float, with_copies: bool) -> None:
         """Have what was sent come from its GPU, and be handed over; and copies be received."""
-        turns = [turn for each in self.contexts.values() for turn in each.turns.values()]
-        copies = [task for task in self._requests if task not in task.call.context.pending]
-        for operation in (*turns, *copies):  # of turns the last of each receiver
-            if not operation.done and time.monotonic() < deadline:
-                self._drive(operation, deadline)
+        while time.monotonic() < deadline:
+            operation = next((turn for turn in self._turns() if not turn.done), None)
+            if operation is None and with_copies:  # which begin with the end of their turn
+                operation = next((copy for copy in self._copies() if not copy.done), None)
+            if operation is None:
+                return
+            self._drive(operation, deadline)
+
+    def _turns(self) -> list[Operation]:
+        """The last turns of each receiver."""
+        return [turn for each in self.contexts.values() for turn in each.turns.values()]
+
+    def _copies(self) -> list[Started]:
+        """What goes on though nobody waits for it."""
+        return [task for task in self._requests if task not in task.call.context.pending]

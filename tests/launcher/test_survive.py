@@ -206,6 +206,8 @@ error_like(pycoll.PeerFailed, "rank 1", comm.barrier)
 assert comm.shrink().all_reduce(1) == 2
 ok()
 """,
+        "--grace",
+        "60",
     )
     assert sorted(done.content) == [0, 2], done.stderr
     assert done.status == 128 + 9, done.stderr

@@ -79,6 +79,48 @@ ok()
     all_well(done, 2)
 
 
+def test_who_fails_waits_for_no_copy_to_be_received(job: Any) -> None:
+    done = job(
+        2,
+        """
+if rank == 0:
+    with comm:
+        comm.bsend(np.arange(1 << 20), 1)
+        raise ValueError("it fails")
+peer_failed(0, "raised ValueError", comm.barrier, within=4)
+ok()
+""",
+    )
+    assert done.content == [1], done.stderr
+
+
+def test_copies_that_wait_for_their_turn_are_delivered_too(job: Any) -> None:
+    done = job(
+        2,
+        """
+x = np.arange(1 << 20)
+if rank == 0:
+    context, engine = comm._group.context, comm._group.engine
+    with engine.locked():
+        before, turn = context.turns.get(1), context.take_turn(1)  # as one that comes from a GPU
+    request = comm.ibsend(x, 1)
+    drive = engine._drive
+
+    def driven(operation, until):
+        if not turn.done:
+            context.end_turn(1, turn, before)
+        drive(operation, until)
+
+    engine._drive = driven
+    pycoll.finalize()
+else:
+    np.testing.assert_array_equal(comm.recv(0), x)
+ok()
+""",
+    )
+    all_well(done, 2)
+
+
 def test_the_end_of_a_with_block_is_finalize_whether_it_raises_or_not(job: Any) -> None:
     done = job(
         2,

@@ -23,7 +23,6 @@ static pc_collective part_of_ints(const pc_collective *call, const struct pc_arr
                                   int64_t *gathered) {
     pc_collective part = pc_part_of(call);
     part.kind = PC_ALL_REDUCE;
-    part.method = call->method;
     part.root = 0;
     if (pc_is_gathered(x)) {
         part.kind = PC_ALL_GATHER;
