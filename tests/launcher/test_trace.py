@@ -113,6 +113,51 @@ except ValueError:
 """
 
 
+REQUESTS = """
+import numpy as np, pycoll
+
+comm = pycoll.init()
+if comm.rank == 0:
+    assert comm.iprobe(1, 50) is None
+    for tag in range(1, 9):
+        comm.send(np.ones(tag), 1, tag)
+    comm.recv(1, 9)
+else:
+    pending = [comm.irecv(0, tag) for tag in (1, 2, 3)]
+    index, _ = pycoll.wait_any(pending)
+    del pending[index]
+    while pending:
+        indices, _ = pycoll.wait_some(pending)
+        pending = [each for index, each in enumerate(pending) if index not in indices]
+    pycoll.wait_all(comm.irecv(0, tag) for tag in (4,))
+    pycoll.wait_all([comm.irecv(0, 8)])
+    comm.mprobe(0, 5).irecv().wait()
+    short = comm.irecv(0, 6, out=np.zeros(2))
+    try:
+        short.wait()
+    except pycoll.TruncationError:
+        comm.recv(0, 6)
+    comm.probe(0, 7)
+    assert comm.iprobe(0, 7).nbytes == 56
+    comm.recv(0, 7)
+    comm.send(0, 0, 9)
+"""
+
+
+def test_what_becomes_of_requests_is_in_the_trace(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    done = run("-n", "2", "--transport", "tcp", "--trace", str(file), script=REQUESTS)
+    assert done.returncode == 0, done.stderr
+    trace = TraceFile(file)
+    assert not trace.slices("iprobe", 0)
+    (probe,) = trace.slices("iprobe", 1)
+    assert probe["args"]["bytes"] == 56, probe
+    for name in ("wait_any", "wait_some", "wait_all", "Message.irecv"):
+        assert trace.slices(name, 1), name
+    states = [event["args"].get("state") for event in trace.slices("wait", 1)]
+    assert states.count("failed") == 1, states
+
+
 @smoke
 def test_arrows_lead_from_each_message_to_who_got_it(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "t.json.gz"

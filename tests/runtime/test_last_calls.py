@@ -10,6 +10,7 @@ from script_jobs import all_well
 from tiers import few
 
 import pycoll
+from pycoll._runtime.envelope import LastCall, different_last
 
 Comm = Any
 
@@ -295,3 +296,26 @@ ok()
         transport,
     )
     all_well(done, 2)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "shown"),
+    [
+        # Both have made 3 calls: one of them the last by messages, the other in shared memory.
+        ((3, 0, "ring"), (3, 1, "tree"), ("barrier()", "tree()")),
+        ((3, 1, "ring"), (3, 0, "tree"), ("ring()", "another collective")),
+        ((3, 1, "ring"), (3, 1, "ring"), None),
+        ((3, 1, "ring"), (3, 1, "tree"), ("ring()", "tree()")),
+        ((3, 1, "ring"), (4, 2, "tree"), None),  # not made here, or not yet
+    ],
+)
+def test_last_calls_differ_also_where_one_went_through_shared_memory(
+    mine: tuple[int, int, str], theirs: tuple[int, int, str], shown: tuple[str, str] | None
+) -> None:
+    one, other = (LastCall(1, count, number, f"{call}()") for count, number, call in (mine, theirs))
+    recent = {one.number: one.call.encode()}
+    error = different_last("world", 0, one, recent, 1, other, "barrier()")
+    assert (error is None) == (shown is None), error
+    if shown is not None:
+        assert f"rank 0: {shown[0]}\n" in str(error)
+        assert f"rank 1: {shown[1]}\n" in str(error)
