@@ -181,6 +181,23 @@ def test_a_rank_that_computes_is_interrupted_when_another_has_failed(pool: pycol
         pool.run(fail)
 
 
+@pytest.mark.parametrize("raises", [False, True])
+def test_ranks_are_replaced_when_a_function_leaves_the_job(raises: bool) -> None:
+    def leave(comm: Any) -> int:
+        total = comm.all_reduce(1)
+        pycoll.finalize()
+        if raises:
+            raise LookupError("after the end")
+        return int(total)
+
+    with pycoll.Pool(2) as pool:
+        before = pids(pool)
+        with pytest.raises(LookupError, match="after") if raises else contextlib.nullcontext():
+            assert pool.run(leave) == [2, 2]
+        assert not set(pids(pool)) & set(before)
+        assert pool.run(lambda comm: comm.all_reduce(1)) == [2, 2]
+
+
 @smoke
 @pytest.mark.parametrize("case", few(["kill", "hang"], ["exit", "slow"]))
 def test_ranks_are_replaced_when_one_is_lost(case: str) -> None:
