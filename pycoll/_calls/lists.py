@@ -41,7 +41,9 @@ def _alike(values: Sequence[Value | None]) -> list[Value] | None:
 
 def stacked(xs: Sequence[Value]) -> Value:
     """Return equal arrays as one, with one more axis in front."""
-    return Value(np.stack([x.array for x in xs]), xs[0].dtype, xs[0].kind)
+    first = xs[0].array  # of whose dtype it stays: stacked alone, it gets this machine's byte order
+    whole = np.empty((len(xs), *first.shape), first.dtype)
+    return Value(np.stack([x.array for x in xs], out=whole), xs[0].dtype, xs[0].kind)
 
 
 def one_array(what: str, xs: Any, size: int) -> Value | None:

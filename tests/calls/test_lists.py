@@ -103,6 +103,22 @@ def test_scatter_and_reduce_scatter_take_lists_of_equal_arrays(ranks: Any) -> No
 
 
 @everywhere
+def test_rows_of_another_byte_order_or_of_no_numbers_keep_their_bytes(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        size = comm.size
+        pair = np.dtype([("a", ">i2"), ("b", "<f8")], align=True)
+        for dtype in (">i4", ">f8", ">c16", ">M8[s]", "S3", pair):
+            rows = [np.arange(3 * k, 3 * k + 3).astype("i4").astype(dtype) for k in range(size)]
+            for call in calls(comm, "scatter"):
+                for out in (None, np.empty(3, dtype)):
+                    got = call(rows if comm.rank == 1 else None, root=1, out=out)
+                    assert got.dtype == rows[0].dtype
+                    assert (got == rows[comm.rank]).all(), (dtype, got)
+
+    ranks(program)
+
+
+@everywhere
 def test_what_is_no_list_of_equal_arrays_is_refused_or_goes_as_objects(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         x, size = np.ones(3), comm.size
