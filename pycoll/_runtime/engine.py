@@ -334,12 +334,14 @@ class Engine(Communicators):
 
     # --- the end ---------------------------------------------------------------------------
 
-    def close(self, reason: str, timeout_s: float, keep_control: bool = False) -> Error | None:
+    def close(
+        self, reason: str, timeout_s: float, keep_control: bool = False, has_raised: bool = False
+    ) -> Error | None:
         """Deliver what was accepted for sending, tell the others, and end. Idempotent.
 
-        With `keep_control` the connection to the launcher stays open, for last words: an exception
-        ends this rank, and nobody receives its copies before the others hear of that. It stays open
-        also if this returns an error: how calls of other ranks differ from this one's.
+        With `keep_control` the connection to the launcher stays open, for last words; also if this
+        returns an error: how calls of other ranks differ from this one's. If an exception ends this
+        rank (`keep_control` or `has_raised`) it waits for nobody to receive its copies.
         """
         if self.closed is not None:
             return None
@@ -347,7 +349,7 @@ class Engine(Communicators):
         deadline = time.monotonic() + timeout_s
         try:
             with self.locked():
-                self._finish_sends(deadline, with_copies=not keep_control)
+                self._finish_sends(deadline, with_copies=not (keep_control or has_raised))
                 found += [self.look_back(context) for context in list(self.contexts.values())]
         finally:  # also when it is interrupted
             rest_s = max(_GOODBYE_S, deadline - time.monotonic())

@@ -246,7 +246,7 @@ def leave_joined(engine: Engine, why: str) -> Error | None:
     """
     if joined.pop(engine, False) is False:
         return None
-    error = engine.close(why, CLOSE_TIMEOUT_S)
+    error = engine.close(why, CLOSE_TIMEOUT_S, has_raised=_session.raised)
     if engine.control is not None:
         engine.control.close(1.0)  # it is closed already, but if calls differ
     engine.interrupts.uninstall()
@@ -273,7 +273,7 @@ def _leave(why: str, compare: bool, keep_control: bool = False) -> None:
     if engine is not None:
         if engine.control is not None and (text := _without_place()):
             engine.control.post("note", text=text)
-        error = engine.close(why, CLOSE_TIMEOUT_S, keep_control)
+        error = engine.close(why, CLOSE_TIMEOUT_S, keep_control, _session.raised)
         engine.interrupts.uninstall()
         engine.warn_of_kept_memory()
         if error is not None and compare:

@@ -79,12 +79,13 @@ ok()
     all_well(done, 2)
 
 
-def test_who_fails_waits_for_no_copy_to_be_received(job: Any) -> None:
+@pytest.mark.parametrize("where", ["with comm", "if comm"])
+def test_who_fails_waits_for_no_copy_to_be_received(job: Any, where: str) -> None:
     done = job(
         2,
-        """
+        f"""
 if rank == 0:
-    with comm:
+    {where}:
         comm.bsend(np.arange(1 << 20), 1)
         raise ValueError("it fails")
 peer_failed(0, "raised ValueError", comm.barrier, within=4)
